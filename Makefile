@@ -1,0 +1,33 @@
+# Two commands: `make demo` and `make test`. Each sets up all it needs in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check bench-select readme clean
+
+# constraints.txt pins the versions the tests ran with; torch comes first so that nothing pulls another build of it.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[demo,hf,test]"
+	touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/secateur demo
+
+test: $(VENV)/.ready check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench-select: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.select
+
+readme: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.tables
+
+clean:
+	rm -rf $(VENV) report.html

@@ -1,0 +1,33 @@
+"""What can go wrong, one line each. Every message says what was asked, what was found, and what to do."""
+
+
+class SecateurError(ValueError):
+    """Any mistake a user of this library can make and mend."""
+
+
+class ScoreError(SecateurError):
+    """An unknown score, one that breaks the contract of scores, or one that gave NaN."""
+
+
+class FactError(SecateurError):
+    """A score needs a fact that does not exist here, such as Adam's state under SGD."""
+
+
+class PatternError(SecateurError):
+    """A scope, pattern or allocation that does not exist or does not fit the tensors."""
+
+
+class ScheduleError(SecateurError):
+    """A sparsity outside [0, 1), a ramp that ends before it begins, an update period below one."""
+
+
+class SiteError(SecateurError):
+    """Nothing to prune, or a name pattern that matches nothing."""
+
+
+class ShardError(SecateurError):
+    """Shards laid out in a way the selection cannot serve, or replicas that disagree."""
+
+
+class StateError(SecateurError):
+    """A saved state that does not belong to this model."""

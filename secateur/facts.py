@@ -1,0 +1,120 @@
+"""Facts: what a score may read about a weight, from the optimizer's state or kept on purpose, and its evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secateur.errors import FactError
+from secateur.patterns import Target
+from secateur.pieces import Piece, Where, flat_part
+from secateur.registry import SCALAR_FACTS, Score, resolve, scores
+from secateur.shards import Peers, is_sharded, local, placement
+from secateur.sites import Site
+
+KEPT_FACTS = ("initial_weight", "movement_sum")  # those no optimizer has; kept only for a score that reads them
+
+
+def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a GradScaler told a fused optimizer, which checks for itself, to leave everything as it is."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found.item())
+
+
+class Facts:
+    """Everything known about the sites of one optimizer: weights, its state and betas, and the kept facts."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, score: Score, sites: Sequence[Site]) -> None:
+        self._optimizer, self._score = optimizer, score
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.sites = [site for site in sites if id(site.parameter) in stepped]
+        self.kept: dict[str, dict[str, Tensor]] = {fact: {} for fact in KEPT_FACTS if fact in score.needs}
+        for fact, tensors in self.kept.items():
+            for site in self.sites:
+                weight = local(site.parameter.detach())
+                zeros = torch.zeros_like(weight, dtype=torch.float32)
+                tensors[site.name] = weight.clone() if fact == "initial_weight" else zeros
+
+    def state(self, site: Site) -> dict[str, Tensor]:
+        """The optimizer's tensors that are shaped like the weight: this process's part of each."""
+        state = self._optimizer.state.get(site.parameter, {})
+        shape = site.parameter.shape
+        return {key: local(t) for key, t in state.items() if isinstance(t, Tensor) and t.ndim and t.shape == shape}
+
+    def of(self, site: Site) -> dict[str, Any]:
+        """The facts the score reads about this site, or the error that says what is missing and what would work."""
+        state = self._optimizer.state.get(site.parameter, {})
+        facts: dict[str, Any] = {"weight": local(site.parameter.detach()), "index": None, **self.state(site)}
+        if "step" in state:
+            facts["step"] = torch.as_tensor(state["step"]).double()
+        if {"beta1", "beta2"} & set(self._score.needs):
+            facts |= self._betas(site)
+        facts |= {fact: tensors[site.name] for fact, tensors in self.kept.items()}
+        missing = [name for name in self._score.needs if name not in facts]
+        if missing:
+            raise FactError(self._explain(site, missing, facts))
+        return {name: facts[name] for name in self._score.needs}
+
+    def _betas(self, site: Site) -> dict[str, float]:
+        """The betas of the site's group as they are now: a scheduler or a loaded state may have changed them."""
+        group = next(g for g in self._optimizer.param_groups if any(p is site.parameter for p in g["params"]))
+        return dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
+
+    def _explain(self, site: Site, missing: Sequence[str], facts: Mapping[str, Any]) -> str:
+        kind, keeps = type(self._optimizer).__name__, ", ".join(sorted(self.state(site)))
+        if not any(self._optimizer.state.values()):
+            found = f"{kind} has no state yet: it appears with the first optimizer.step()"
+        elif not self._optimizer.state.get(site.parameter):
+            found = f"{kind} has no state for {site.name!r}, which has had no gradient yet: leave it out with skip=..."
+        else:
+            found = f"{kind} keeps {keeps or 'nothing shaped like the weights'}"
+        here = facts.keys() | set(KEPT_FACTS) | self._betas(site).keys()
+        work = [name for name in scores() if set(resolve(name).needs) <= here]
+        return f"{self._score.name} needs {', '.join(missing)}; {found}. Scores that work here: {', '.join(work)}."
+
+    @torch.no_grad()
+    def accumulate_movement(self) -> None:
+        """Add -w g of the step about to be taken to the movement sums."""
+        scale = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer is handed scaled gradients
+        for site in self.sites:
+            if site.parameter.grad is not None:
+                gradient = local(site.parameter.grad).float()
+                gradient = gradient if scale is None else gradient / scale
+                weight = local(site.parameter.detach()).float()
+                self.kept["movement_sum"][site.name].addcmul_(weight, gradient, value=-1)
+
+    def target(self, site: Site, alive: Tensor, peers: Peers) -> Target:
+        """The site as a selection sees it: scores evaluated on demand from the facts of this process's part."""
+        part, whole = local(site.parameter.detach()), site.parameter.shape
+        first = site.start + placement(site.parameter).first_row * whole[1:].numel()
+        piece = Piece(
+            site.name,
+            part.numel(),
+            whole.numel(),
+            evaluator(self._score, self.of(site), first, part.device),
+            part.device,
+            alive.view(-1),
+            replicated=peers.size > 1 and not is_sharded(site.parameter),
+        )
+        return Target(piece, tuple(part.shape), tuple(whole), site.layout)
+
+
+def evaluator(score: Score, facts: Mapping[str, Any], first: int, device: torch.device) -> Callable[[Where], Tensor]:
+    """A function from places to fp32 scores. `first` is the model-wide index of the first place."""
+
+    def evaluate(where: Where) -> Tensor:
+        values: dict[str, Any] = {}
+        for name, fact in facts.items():
+            if name in SCALAR_FACTS:
+                values[name] = fact
+            elif name == "index":
+                numbers = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
+                values[name] = numbers.to(device) + first
+            else:
+                values[name] = flat_part(fact, where).float()
+        return score(**values).float()
+
+    return evaluate

@@ -1,0 +1,251 @@
+"""Who competes with whom, and the shape of the zeros: model, layer, row, n:m, block.
+
+In scopes "model" and "layer" weights compete across a whole tensor or more, by a streamed exact cut. In a row or an n:m
+group they are ranked on the spot. Blocks are pooled into one score each and then compete as if they were weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from secateur import allocation as allocations
+from secateur.errors import PatternError
+from secateur.pieces import CHUNK, DEAD_KEY, Piece, Where, flat_part
+from secateur.schedules import check_sparsity
+from secateur.selection import Cut, prune_exactly, refuse_nan
+from secateur.shards import ALONE, Peers
+from secateur.tiles import Layout, Pattern, Tiling, parse_pattern, tile_of
+
+SCOPES = ("model", "layer", "row")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor to select in: its piece, its shape here and over all peers, and how rows and inputs lie in it."""
+
+    piece: Piece
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    layout: Layout
+
+    def tiling(self, pattern: Pattern | None) -> Tiling:
+        return Tiling(self.shape, tile_of(self.piece.name, self.whole, self.layout, pattern, self.shape))
+
+    @property
+    def fan(self) -> int:
+        """Outputs plus inputs plus kernel extents, for every matrix the tensor holds."""
+        stacked = self.layout.rows[:-1]
+        dims = [size for dim, size in enumerate(self.whole) if dim not in stacked]
+        return sum(dims) * math.prod(self.whole[dim] for dim in stacked)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Flat masks in the order of the targets, with the cut of each: one for all in scope "model", none for tiles."""
+
+    masks: list[Tensor]
+    cuts: list[Cut | None]
+
+
+def choose(
+    targets: Sequence[Target],
+    sparsity: float,
+    *,
+    scope: str = "model",
+    pattern: Pattern | None = None,
+    allocation: str | None = None,
+    peers: Peers = ALONE,
+) -> Selection:
+    """Masks at exactly this sparsity. Weights that are not alive count as gone already and never return."""
+    if pattern is not None and pattern.kept is not None:
+        gone = min(pattern.inputs - pattern.kept, math.floor(sparsity * pattern.inputs + 1e-9))
+        return _rank_tiles(targets, [gone] * len(targets), pattern, peers)
+    if pattern is not None:
+        return _choose_blocks(targets, sparsity, scope, pattern, allocation, peers)
+    pieces = [target.piece for target in targets]
+    dead = [piece.numel - piece.living() if piece.counted(peers) else 0 for piece in pieces]
+    gone = peers.sum(torch.tensor(dead)).tolist()
+    if allocation is not None:
+        counts = allocations.allocate(allocation, pieces, [t.fan for t in targets], gone, sparsity, peers)
+    else:
+        counts = [round(sparsity * piece.total) for piece in pieces]
+    if scope == "row":
+        fractions = [k / p.total if allocation else sparsity for k, p in zip(counts, pieces, strict=True)]
+        rows = [round(f * t.tiling(None).size) for f, t in zip(fractions, targets, strict=True)]
+        return _rank_tiles(targets, rows, None, peers)
+    if scope == "layer" or allocation is not None:
+        done = [prune_exactly([p], k - g, peers) for p, k, g in zip(pieces, counts, gone, strict=True)]
+        return Selection([masks[0] for _, masks in done], [cut for cut, _ in done])
+    cut, masks = prune_exactly(pieces, round(sparsity * sum(p.total for p in pieces)) - sum(gone), peers)
+    return Selection(masks, [cut] * len(masks))
+
+
+def _rank_tiles(targets: Sequence[Target], gone: Sequence[int], pattern: Pattern | None, peers: Peers) -> Selection:
+    """In every tile, the weights of lowest score go until `gone` are; those already gone count."""
+    masks, spoiled = [], []
+    for target, count in zip(targets, gone, strict=True):
+        piece, tiling = target.piece, target.tiling(pattern)
+        mask = torch.empty(piece.numel, dtype=torch.bool, device=piece.device)
+        nan = 0
+        for slab in tiling.slabs() if piece.numel else ():
+            if tiling.size > 2 * CHUNK:
+                _rank_long_tile(piece, tiling, slab, count, mask)
+                continue
+            where = tiling.members(slab)
+            scores = piece.score(where)
+            nan += piece.spoiled(where, scores)
+            mask[where] = without_lowest(piece.keys(where, scores).view(-1, tiling.size), count).flatten()
+        masks.append(mask)
+        spoiled.append(nan)
+    refuse_nan([target.piece.name for target in targets], peers.sum(torch.tensor(spoiled)).tolist())
+    return Selection(masks, [None] * len(masks))
+
+
+def without_lowest(keys: Tensor, count: int) -> Tensor:
+    """True for all but the `count` lowest keys of each row, ties by position; dead weights are never True."""
+    alive = keys != DEAD_KEY
+    if count == 0:
+        return alive
+    cut = keys.kthvalue(count, dim=1, keepdim=True).values
+    equal = keys == cut
+    wanted = count - (keys < cut).sum(1, keepdim=True)
+    return ((keys > cut) | (equal & (equal.cumsum(1) > wanted))) & alive
+
+
+def _rank_long_tile(piece: Piece, tiling: Tiling, tile: Where, count: int, mask: Tensor) -> None:
+    """A tile too long to rank in one go is a little model of its own."""
+    everywhere = tiling.members(tile)
+    alive = None if piece.alive is None else piece.alive[everywhere]
+    dead = 0 if alive is None else int(tiling.size - alive.count_nonzero())
+    alone = Piece(
+        piece.name,
+        tiling.size,
+        tiling.size,
+        lambda places: piece.score(tiling.members(tile, places)),
+        piece.device,
+        alive,
+    )
+    mask[everywhere] = prune_exactly([alone], count - dead)[1][0]
+
+
+def _choose_blocks(
+    targets: Sequence[Target], sparsity: float, scope: str, pattern: Pattern, allocation: str | None, peers: Peers
+) -> Selection:
+    """Blocks compete as weights do, each with the sum of its living members' scores; then the masks are blown up."""
+    tilings = [target.tiling(pattern) for target in targets]
+    pooled = []
+    for target, tiling in zip(targets, tilings, strict=True):
+        whole = Tiling(target.whole, tiling.tile).grid
+        pooled.append(replace(target, piece=_pooled(target.piece, tiling), shape=tiling.grid, whole=whole))
+    chosen = choose(pooled, sparsity, scope=scope, allocation=allocation, peers=peers)
+    masks = []
+    for target, tiling, small in zip(targets, tilings, chosen.masks, strict=True):
+        mask = torch.empty(target.piece.numel, dtype=torch.bool, device=small.device)
+        for slab in tiling.slabs():
+            mask[tiling.members(slab)] = small[slab].repeat_interleave(tiling.size)
+        if target.piece.alive is not None:
+            mask.logical_and_(target.piece.alive)
+        masks.append(mask)
+    return Selection(masks, chosen.cuts)
+
+
+def _pooled(piece: Piece, tiling: Tiling) -> Piece:
+    """The piece whose weights are the tiles: alive if any member is, scored by the sum of the living."""
+
+    def over_slabs(tiles: Where | None, pool: Callable[[Where], Tensor]) -> Tensor:
+        parts = [pool(tiling.members(slab)) for slab in tiling.slabs(tiles)]
+        return torch.cat(parts) if parts else torch.empty(0, device=piece.device)
+
+    def total(where: Where) -> Tensor:
+        scores = piece.score(where)
+        if piece.alive is not None:
+            scores = scores.masked_fill(~piece.alive[where], 0)
+        return pairwise_sum(scores.view(-1, tiling.size))
+
+    alive = piece.alive
+    if alive is not None:
+        living = alive
+        alive = over_slabs(None, lambda where: living[where].view(-1, tiling.size).any(1)).to(torch.bool)
+    return replace(
+        piece,
+        numel=tiling.count,
+        total=piece.total // tiling.size,
+        score=lambda tiles: over_slabs(tiles, total),
+        alive=alive,
+    )
+
+
+def pairwise_sum(rows: Tensor) -> Tensor:
+    """Sum of each row by halving: each addition is elementwise, so the bits do not depend on the number of rows."""
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        summed = rows[:, :half] + rows[:, half : 2 * half]
+        rows = torch.cat((summed, rows[:, 2 * half :]), dim=1) if rows.shape[1] % 2 else summed
+    return rows[:, 0]
+
+
+def check_choice(sparsity: float | None, scope: str, pattern: Pattern | None, allocation: str | None) -> float:
+    """The sparsity meant by these settings, or an error where they contradict each other."""
+    if scope not in SCOPES:
+        raise PatternError(f"No scope {scope!r}. Use one of {', '.join(map(repr, SCOPES))}.")
+    if allocation is not None and allocation not in allocations.ALLOCATIONS:
+        raise PatternError(f"No allocation {allocation!r}. Use one of {', '.join(allocations.ALLOCATIONS)}, or None.")
+    follows = None if pattern is None else pattern.sparsity
+    if pattern is not None and follows is not None:
+        if allocation is not None:
+            raise PatternError(f"Pattern {pattern.text!r} fixes every layer's sparsity; allocation must be None.")
+        if sparsity is not None and abs(sparsity - follows) > 1e-9:
+            raise PatternError(
+                f"Pattern {pattern.text!r} means sparsity {follows:g}, not {sparsity!r}. Pass sparsity=None."
+            )
+        return follows
+    if sparsity is None:
+        raise PatternError("Only an n:m pattern fixes the sparsity by itself. Pass sparsity=..., a number in [0, 1).")
+    return check_sparsity(sparsity)
+
+
+def select(
+    scores: Mapping[str, Tensor],
+    sparsity: float | None,
+    *,
+    scope: str = "model",
+    pattern: str | None = None,
+    alive: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Masks (True = kept) that remove exactly the asked share of the weights, those of lowest score.
+
+    `scores` maps names to bf16, fp16 or fp32 tensors shaped [outputs, inputs, ...], higher is kept. `scope` says who
+    competes: "model" loses round(sparsity * all) weights, "layer" that of each tensor, "row" that of each output row.
+    `pattern` "n:m" keeps the n best of every m consecutive inputs, "block:RxC" removes whole blocks. Among equal
+    scores the first in (tensor, flat index) order goes first. Weights False in `alive` are gone already: they do not
+    compete and stay gone. Nothing is modified.
+    """
+    shape_of = parse_pattern(pattern)
+    wanted = check_choice(sparsity, scope, shape_of, None)
+    targets = [_target_from(name, tensor, alive) for name, tensor in scores.items()]
+    chosen = choose(targets, wanted, scope=scope, pattern=shape_of)
+    return {name: mask.view(scores[name].shape) for name, mask in zip(scores, chosen.masks, strict=True)}
+
+
+def _target_from(name: str, scores: Tensor, alive: Mapping[str, Tensor] | None) -> Target:
+    if scores.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise PatternError(f"Scores must be fp32, bf16 or fp16; {name!r} is {scores.dtype}. Cast it with .float().")
+    scores = scores.detach()
+    living = None if alive is None or name not in alive else alive[name].to(torch.bool)
+    if living is not None and living.shape != scores.shape:
+        raise PatternError(f"alive[{name!r}] has shape {tuple(living.shape)}, its scores {tuple(scores.shape)}.")
+    piece = Piece(
+        name,
+        scores.numel(),
+        scores.numel(),
+        lambda where: flat_part(scores, where).float(),
+        scores.device,
+        None if living is None else living.reshape(-1),
+    )
+    layout = Layout() if scores.ndim > 1 else Layout(rows=(), inputs=0)
+    return Target(piece, tuple(scores.shape), tuple(scores.shape), layout)

@@ -1,0 +1,89 @@
+"""Pieces: a tensor as a selection sees it, flat and in chunks, with scores ordered through their float bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from secateur.shards import Peers
+
+Where = slice | Tensor  # a flat range, or flat indices
+
+CHUNK = 1 << 19  # scores evaluated at a time: 2 MiB of fp32, small enough to stay in cache between operations
+
+LOWEST_KEY, HIGHEST_KEY = -0x7F800001, 0x7F800000  # of -inf and +inf; NaN lies outside
+DEAD_KEY = LOWEST_KEY - 1  # of a weight that does not compete: below all that do, outside every bracket
+
+
+def flat_part(tensor: Tensor, where: Where) -> Tensor:
+    """Some places of a tensor in flat order. Only a part is copied when the tensor is strided or expanded."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[where]
+    if isinstance(where, Tensor):
+        return tensor[torch.unravel_index(where, tensor.shape)]
+    width = tensor[0].numel()
+    first = where.start // width
+    rows = tensor[first : -(-where.stop // width)].reshape(-1)
+    return rows[where.start - first * width : where.stop - first * width]
+
+
+def keys_of(scores: Tensor) -> Tensor:
+    """int32 keys in the order of the fp32 scores; -0.0 equals 0.0."""
+    bits = (scores + 0.0).view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def places_of(sparse: Tensor) -> Tensor:
+    """Where a flat bool tensor that is mostly False is True: `nonzero` over words of eight, then inside those."""
+    if sparse.numel() % 8:
+        sparse = torch.nn.functional.pad(sparse, (0, -sparse.numel() % 8))
+    words = sparse.view(torch.int64)
+    found = words.nonzero().flatten()
+    word, byte = words[found].view(torch.bool).view(-1, 8).nonzero(as_tuple=True)
+    return found[word] * 8 + byte
+
+
+def value_of(key: int) -> float:
+    """The fp32 score a key stands for."""
+    bits = torch.tensor(key, dtype=torch.int32)
+    return float((bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor's part in a selection, as this process sees it."""
+
+    name: str
+    numel: int  # here
+    total: int  # over all peers
+    score: Callable[[Where], Tensor]
+    device: torch.device
+    alive: Tensor | None = None  # flat bool; weights that do not compete are False
+    replicated: bool = False  # every peer holds all of it; only the first counts it
+
+    def counted(self, peers: Peers) -> bool:
+        return not self.replicated or peers.rank == 0
+
+    def chunks(self) -> Iterable[slice]:
+        return (slice(start, min(start + CHUNK, self.numel)) for start in range(0, self.numel, CHUNK))
+
+    def living(self, where: Where | None = None) -> int:
+        """How many weights compete, here or in one part of here."""
+        if self.alive is not None:
+            return int((self.alive if where is None else self.alive[where]).count_nonzero())
+        return self.numel if where is None else where.stop - where.start if isinstance(where, slice) else where.numel()
+
+    def keys(self, where: Where, scores: Tensor | None = None) -> Tensor:
+        """Keys in the order of the scores (evaluated unless given), dead weights below all others."""
+        keys = keys_of(self.score(where) if scores is None else scores)
+        return keys if self.alive is None else keys.masked_fill_(~self.alive[where], DEAD_KEY)
+
+    def spoiled(self, where: Where, scores: Tensor) -> int:
+        """How many of these scores are NaN and belong to a living weight."""
+        if not scores.numel() or not scores.amax().isnan():
+            return 0
+        nan = scores.isnan()
+        return int((nan if self.alive is None else nan & self.alive[where]).count_nonzero())

@@ -1,0 +1,245 @@
+"""The Pruner: masks that follow a schedule while a model trains. The only long-lived state in the library."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur import masks as mask_ops
+from secateur.errors import ScheduleError, SiteError, StateError
+from secateur.facts import Facts, was_skipped
+from secateur.patterns import Target, check_choice, choose
+from secateur.pieces import Piece
+from secateur.registry import Score, resolve
+from secateur.report import Report, TensorRow, Update
+from secateur.schedules import Schedule, as_schedule, check_sparsity
+from secateur.shards import check_replicas, check_tile, is_sharded, like, local, part_of, peers_of, unwrap
+from secateur.sites import Globs, LeftOut, find_sites
+from secateur.tiles import parse_pattern, tile_of
+
+
+class Pruner:
+    """Prunes `model` while `optimizer` trains it.
+
+    Call `step()` after every `optimizer.step()` (or `attach()` once instead). Every `every` optimizer steps, and where
+    the schedule ends, masks are brought to the sparsity the schedule asks for, to the weight; after each step pruned
+    weights and their optimizer state are zero. A step that a GradScaler skipped does not count.
+
+    `score` is a name, a name with options ("variance(q=0.375)") or a function registered with `@secateur.score`.
+    `sparsity` is a number or a schedule; None lets an n:m `pattern` decide. `scope`, `pattern` and `allocation` are
+    those of docs/selection.md. `skip` and `only` are globs of parameter or module names.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        score: str | Callable[..., Tensor] | Score = "bitter7",
+        sparsity: float | Schedule | None = 0.5,
+        every: int = 100,
+        scope: str = "model",
+        pattern: str | None = None,
+        allocation: str | None = None,
+        skip: Globs = (),
+        only: Globs | None = None,
+    ) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ScheduleError(f"every is a number of optimizer steps, at least 1; got {every!r}.")
+        self.score = resolve(score)
+        self.every, self.scope, self._pattern = every, scope, parse_pattern(pattern)
+        if allocation is None and self._pattern is None and scope == "model":
+            allocation = self.score.allocation
+        self.allocation = allocation
+        final = getattr(sparsity, "target", None if self._pattern else 0.0) if callable(sparsity) else sparsity
+        final = check_choice(final, scope, self._pattern, allocation)
+        self.schedule = as_schedule(final if sparsity is None else sparsity)
+        self.updates: list[Update] = []
+        self._model, self._optimizer = model, optimizer
+        self._completed = self._processed = 0  # optimizer steps taken, and those this pruner has acted on
+        self._asked = 0.0
+        self._survey(skip, only)
+        self._listen()
+
+    def _survey(self, skip: Globs, only: Globs | None) -> None:
+        """Find the sites, refuse what cannot work, and make the masks and whatever else must be kept."""
+        found, left_out = find_sites(unwrap(self._model), skip, only)
+        self._facts = Facts(self._optimizer, self.score, found)
+        self._sites = self._facts.sites
+        strangers = [site for site in found if site not in self._sites]
+        self._left_out = [*left_out, *(LeftOut(s.name, s.parameter.numel(), "not in the optimizer") for s in strangers)]
+        if not self._sites:
+            reasons = "; ".join(f"{item.name}: {item.reason}" for item in self._left_out[:6])
+            raise SiteError(f"Nothing to prune in {type(unwrap(self._model)).__name__}. {reasons}")
+        self._peers = peers_of(site.parameter for site in self._sites)
+        tiled = self.scope == "row" or self._pattern is not None
+        for site in self._sites if tiled else ():
+            height = tile_of(site.name, site.parameter.shape, site.layout, self._pattern)[0]
+            meant = f"Pattern {self._pattern.text!r}" if self._pattern else "Scope 'row'"
+            check_tile(site.name, site.parameter, height, meant)
+        weights = {site.name: local(site.parameter.detach()) for site in self._sites}
+        self._masks = [
+            torch.ones_like(w, dtype=torch.bool, memory_format=torch.contiguous_format) for w in weights.values()
+        ]
+        self._gone = [0] * len(self._sites)
+        self._churn = [0] * len(self._sites)
+        self._cuts: list[float | None] = [None] * len(self._sites)
+
+    def _listen(self) -> None:
+        """Count the optimizer's own steps: a GradScaler may skip one without anybody being told."""
+        this = weakref.ref(self)
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (pruner := this()) is not None and not was_skipped(optimizer):
+                pruner._facts.accumulate_movement()
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (pruner := this()) is not None and not was_skipped(optimizer):
+                pruner._completed += 1
+
+        self._optimizer.register_step_post_hook(after)
+        if "movement_sum" in self._facts.kept:
+            self._optimizer.register_step_pre_hook(before)
+
+    def attach(self) -> Any:
+        """Run `step()` by itself after every optimizer step. Returns a handle whose `remove()` ends that."""
+        return self._optimizer.register_step_post_hook(lambda *_: self.step())
+
+    def step(self) -> None:
+        """Catch up with the optimizer: update the masks if an update is due, zero what they say is gone.
+
+        Does nothing when no optimizer step has been completed since the last call.
+        """
+        last, now = self._processed, self._completed
+        if now == last:
+            return
+        if last == 0:  # a score that cannot work here says so at the first step, not at the first update
+            for site in self._sites:
+                self._facts.of(site)
+        end = getattr(self.schedule, "end", None)
+        if now // self.every > last // self.every or (end is not None and last < end <= now):
+            self._update(now)
+        self._processed = now
+        self.apply()
+
+    @torch.no_grad()
+    def _update(self, step: int) -> None:
+        """Bring the masks to what the schedule asks. Nothing pruned comes back, so no more asked is nothing to do."""
+        asked = check_sparsity(self.schedule(step))
+        if asked <= self._asked:
+            return
+        began, sent = time.perf_counter(), self._peers.bytes_sent
+        targets = self._targets()
+        chosen = choose(
+            targets, asked, scope=self.scope, pattern=self._pattern, allocation=self.allocation, peers=self._peers
+        )
+        counts = []
+        for number, (mask, flat) in enumerate(zip(self._masks, chosen.masks, strict=True)):
+            new = flat.view(mask.shape)
+            counted = targets[number].piece.counted(self._peers)
+            counts.append([int((~new).count_nonzero()), int((mask != new).count_nonzero())] if counted else [0, 0])
+            mask.copy_(new)
+        self._gone, self._churn = self._peers.sum(torch.tensor(counts)).T.tolist()
+        self._cuts = [None if cut is None else cut.value for cut in chosen.cuts]
+        self._asked = asked
+        check_replicas(self._model, mask_ops.checksum(self._masks))
+        seconds, sent = time.perf_counter() - began, self._peers.bytes_sent - sent
+        self.updates.append(Update(step, asked, sum(self._gone), sum(self._churn), seconds, sent))
+
+    def _targets(self) -> list[Target]:
+        return [self._facts.target(s, mask, self._peers) for s, mask in zip(self._sites, self._masks, strict=True)]
+
+    def pieces(self) -> list[Piece]:
+        """Every prunable tensor with its scores as of now, to be evaluated in parts: `piece.score(slice(0, 1000))`."""
+        return [target.piece for target in self._targets()]
+
+    def apply(self) -> None:
+        """Zero what the masks say is gone: weights, and everything the optimizer keeps in their shape."""
+        tensors, masks = [], []
+        for site, mask, gone in zip(self._sites, self._masks, self._gone, strict=True):
+            if gone:
+                members = [local(site.parameter.detach()), *self._facts.state(site).values()]
+                tensors += members
+                masks += [mask] * len(members)
+        mask_ops.apply(tensors, masks)
+
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        """Bool masks by parameter name, True = kept; sharded as the parameters are. Updated in place."""
+        return {site.name: like(mask, site.parameter) for site, mask in zip(self._sites, self._masks, strict=True)}
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of the prunable weights that is gone, over all processes."""
+        return sum(self._gone) / sum(site.parameter.numel() for site in self._sites)
+
+    def report(self) -> Report:
+        """What was asked and what was achieved, tensor by tensor, and what it cost."""
+        rows = [
+            TensorRow(s.name, tuple(s.parameter.shape), s.parameter.numel(), gone, churn, cut, s.tied)
+            for s, gone, churn, cut in zip(self._sites, self._gone, self._churn, self._cuts, strict=True)
+        ]
+        return Report(
+            score=str(self.score),
+            schedule=str(self.schedule),
+            scope=self.scope,
+            pattern=self._pattern.text if self._pattern else None,
+            allocation=self.allocation,
+            step=self._processed,
+            asked=self._asked,
+            tensors=tuple(rows),
+            left_out=tuple((item.name, item.numel, item.reason) for item in self._left_out),
+            updates=tuple(self.updates),
+            mask_bytes=sum(mask.nbytes for mask in self._masks),
+            packed_mask_bytes=sum(mask_ops.packed_bytes(mask.shape) for mask in self._masks),
+            fact_bytes=sum(tensor.nbytes for tensors in self._facts.kept.values() for tensor in tensors.values()),
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A flat dict of tensors and nothing else, for torch.save, safetensors or torch.distributed.checkpoint.
+
+        Masks are packed to bits. For sharded parameters the entries are DTensors, sharded alike.
+        """
+        state = {
+            "steps": torch.tensor([self._completed, self._processed]),
+            "asked": torch.tensor(self._asked, dtype=torch.float64),
+        }
+        for site, mask in zip(self._sites, self._masks, strict=True):
+            state[f"mask.{site.name}"] = like(mask_ops.pack(mask), site.parameter)
+            for fact, tensors in self._facts.kept.items():
+                state[f"{fact}.{site.name}"] = like(tensors[site.name].clone(), site.parameter)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take up where a saved Pruner of this model stopped, at any world size. Nothing changes if it does not fit."""
+        expected = self.state_dict()
+        _check_state(expected, state)
+        for number, site in enumerate(self._sites):
+            packed = part_of(state[f"mask.{site.name}"], site.parameter)
+            self._masks[number].copy_(mask_ops.unpack(packed, self._masks[number].shape))
+            for fact, tensors in self._facts.kept.items():
+                tensors[site.name].copy_(part_of(state[f"{fact}.{site.name}"], site.parameter))
+        self._completed, self._processed = (int(count) for count in local(state["steps"]))
+        self._asked = float(local(state["asked"]))
+        counted = [self._peers.rank == 0 or is_sharded(site.parameter) for site in self._sites]
+        gone = [int((~mask).count_nonzero()) * mine for mask, mine in zip(self._masks, counted, strict=True)]
+        self._gone = self._peers.sum(torch.tensor(gone)).tolist()
+        self.apply()
+
+
+def _check_state(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    missing, extra = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    if missing or extra:
+        raise StateError(
+            f"The saved state is of another model or score: {len(missing)} entries missing ({', '.join(missing[:3])}),"
+            f" {len(extra)} not expected ({', '.join(extra[:3])})."
+        )
+    for name, tensor in expected.items():
+        if state[name].shape != tensor.shape:
+            raise StateError(f"Saved {name!r} has shape {tuple(state[name].shape)}, here it is {tuple(tensor.shape)}.")

@@ -1,0 +1,167 @@
+"""Reports: what was asked, what was done, to which tensors, at what cost. Frozen data and pure renderings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Update:
+    """One mask update: what the schedule asked for at this step and what came of it, over all processes."""
+
+    step: int
+    asked: float
+    pruned: int
+    churn: int  # weights whose mask changed
+    seconds: float
+    bytes_sent: int  # by this process
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One prunable tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    pruned: int
+    churn: int  # at the last update
+    cut: float | None  # score at the boundary of the last update; None where every row or group has its own
+    tied: tuple[str, ...]
+
+    @property
+    def sparsity(self) -> float:
+        return self.pruned / self.numel
+
+
+@dataclass(frozen=True)
+class Report:
+    """The state of a Pruner: settings, totals, every prunable tensor, every tensor left dense and why."""
+
+    score: str
+    schedule: str
+    scope: str
+    pattern: str | None
+    allocation: str | None
+    step: int
+    asked: float
+    tensors: tuple[TensorRow, ...]
+    left_out: tuple[tuple[str, int, str], ...]  # name, numel, reason
+    updates: tuple[Update, ...]
+    mask_bytes: int
+    packed_mask_bytes: int
+    fact_bytes: int  # copies a score needs beyond the optimizer's state
+
+    @property
+    def prunable(self) -> int:
+        return sum(row.numel for row in self.tensors)
+
+    @property
+    def pruned(self) -> int:
+        return sum(row.pruned for row in self.tensors)
+
+    @property
+    def sparsity(self) -> float:
+        """Of the prunable weights."""
+        return self.pruned / self.prunable
+
+    @property
+    def model_sparsity(self) -> float:
+        """Of every parameter of the model."""
+        return self.pruned / (self.prunable + sum(numel for _, numel, _ in self.left_out))
+
+    def to_json(self) -> str:
+        """Everything, as JSON."""
+        totals = {
+            "prunable": self.prunable,
+            "pruned": self.pruned,
+            "sparsity": self.sparsity,
+            "model_sparsity": self.model_sparsity,
+        }
+        return json.dumps({**totals, **asdict(self)}, indent=2)
+
+    def to_markdown(self) -> str:
+        """Totals and the table of tensors."""
+        rows = [
+            (
+                row.name,
+                "x".join(map(str, row.shape)),
+                f"{row.numel:,}",
+                f"{row.pruned:,}",
+                f"{row.sparsity:.4f}",
+                _cut(row),
+            )
+            for row in self.tensors
+        ]
+        table = markdown_table(("tensor", "shape", "weights", "pruned", "sparsity", "cut"), rows)
+        return "\n\n".join((*self._summary(), table, *self._notes()))
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                row.name,
+                "x".join(map(str, row.shape)),
+                f"{row.pruned:,} of {row.numel:,}",
+                f"{row.sparsity:.2%}",
+                _cut(row),
+            )
+            for row in self.tensors
+        ]
+        table = text_table(("tensor", "shape", "pruned", "sparsity", "cut"), rows)
+        return "\n".join((*self._summary(), "", table, "", *self._notes()))
+
+    def _summary(self) -> list[str]:
+        how = f"score {self.score}, scope {self.scope}" + "".join(
+            f", {word} {value}" for word, value in (("pattern", self.pattern), ("allocation", self.allocation)) if value
+        )
+        lines = [
+            f"Step {self.step}: asked {self.asked:.4%}, achieved {self.sparsity:.4%} of prunable weights"
+            f" ({self.pruned:,} of {self.prunable:,}), {self.model_sparsity:.4%} of the model.",
+            f"Set up with {how}, sparsity {self.schedule}.",
+        ]
+        if self.updates:
+            last = self.updates[-1]
+            mean = sum(update.seconds for update in self.updates) / len(self.updates)
+            lines.append(
+                f"{len(self.updates)} updates, {mean * 1e3:.1f} ms each on average; the last, at step {last.step},"
+                f" changed {last.churn:,} weights and sent {last.bytes_sent:,} bytes."
+            )
+        memory = f"Masks take {self.mask_bytes:,} bytes here, {self.packed_mask_bytes:,} when saved"
+        lines.append(memory + (f"; the score keeps {self.fact_bytes:,} more." if self.fact_bytes else "."))
+        return lines
+
+    def _notes(self) -> list[str]:
+        notes = [f"{row.name} is tied with {', '.join(row.tied)} and counts once." for row in self.tensors if row.tied]
+        reasons: dict[str, list[tuple[str, int]]] = {}
+        for name, numel, reason in self.left_out:
+            reasons.setdefault(reason, []).append((name, numel))
+        for reason, members in reasons.items():
+            shown = ", ".join(name for name, _ in members[:3]) + (", ..." if len(members) > 3 else "")
+            notes.append(
+                f"Left dense, {reason}: {len(members)} tensors, {sum(n for _, n in members):,} weights ({shown})"
+            )
+        return notes
+
+
+def _cut(row: TensorRow) -> str:
+    return "-" if row.cut is None else f"{row.cut:.4g}"
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A GitHub-flavoured table; the first column is text, the rest numbers."""
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns for a terminal; the first is flush left, the rest flush right."""
+    widths = [max(len(cells[column]) for cells in (header, *rows)) for column in range(len(header))]
+    lines = []
+    for cells in (header, ["-" * width for width in widths], *rows):
+        padded = [cells[0].ljust(widths[0])] + [
+            cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)

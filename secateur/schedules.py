@@ -1,0 +1,91 @@
+"""Schedules: plain callables from the number of optimizer steps taken to the sparsity asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from secateur.errors import ScheduleError
+
+Schedule = Callable[[int], float]
+
+
+def _late_cubic(progress: float) -> float:
+    return progress**3
+
+
+def _cubic(progress: float) -> float:
+    return 1 - (1 - progress) ** 3
+
+
+def _linear(progress: float) -> float:
+    return progress
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """From zero at `begin` to `target` at `end` along `curve`; the Pruner makes its last update exactly at `end`."""
+
+    target: float
+    begin: int
+    end: int
+    curve: Callable[[float], float]
+
+    def __call__(self, step: int) -> float:
+        progress = min(1.0, max(0.0, (step - self.begin) / (self.end - self.begin)))
+        return self.target * self.curve(progress)
+
+    def __str__(self) -> str:
+        return f"{self.curve.__name__.lstrip('_')}({self.target}, begin={self.begin}, end={self.end})"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same sparsity at every step."""
+
+    target: float
+
+    def __call__(self, step: int) -> float:
+        return self.target
+
+    def __str__(self) -> str:
+        return f"constant({self.target})"
+
+
+def check_sparsity(value: float) -> float:
+    """The value as a float in [0, 1), or an error that says what to do."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        percent = f" For {value} percent write {value / 100}." if isinstance(value, int | float) and value > 1 else ""
+        raise ScheduleError(f"Sparsity is the fraction of weights to remove, in [0, 1); got {value!r}.{percent}")
+    return float(value)
+
+
+def _ramp(target: float, begin: int, end: int, curve: Callable[[float], float]) -> Ramp:
+    if begin < 0 or begin >= end:
+        raise ScheduleError(f"A ramp needs 0 <= begin < end, in optimizer steps; got begin={begin}, end={end}.")
+    return Ramp(check_sparsity(target), begin, end, curve)
+
+
+def constant(sparsity: float) -> Constant:
+    """The whole sparsity from the first update on."""
+    return Constant(check_sparsity(sparsity))
+
+
+def linear(sparsity: float, *, begin: int, end: int) -> Ramp:
+    """s p, where p runs from 0 at step `begin` to 1 at step `end`."""
+    return _ramp(sparsity, begin, end, _linear)
+
+
+def cubic(sparsity: float, *, begin: int, end: int) -> Ramp:
+    """s (1 - (1 - p)^3): fast first, gentle at the end (Zhu and Gupta 2017)."""
+    return _ramp(sparsity, begin, end, _cubic)
+
+
+def late_cubic(sparsity: float, *, begin: int, end: int) -> Ramp:
+    """s p^3: gentle first, fast at the end."""
+    return _ramp(sparsity, begin, end, _late_cubic)
+
+
+def as_schedule(sparsity: float | Schedule) -> Schedule:
+    """A number as a constant schedule; a callable as it is."""
+    return sparsity if callable(sparsity) else constant(sparsity)

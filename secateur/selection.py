@@ -1,0 +1,239 @@
+"""The heart: which weights go, exactly, in bounded scratch.
+
+Scores are ordered through their float bits, read as int32 keys. A sample brackets the cut; one pass over all scores
+then settles every weight outside the bracket and collects the few inside, which decide the exact cut and its ties.
+If the sample misled, or too many scores tie to be collected, histograms over the keys narrow the bracket to one key
+and a last pass applies it. Both ways give the same mask, the one a full stable sort would give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from secateur.errors import ScoreError
+from secateur.pieces import HIGHEST_KEY, LOWEST_KEY, Piece, Where, keys_of, places_of, value_of
+from secateur.shards import ALONE, Peers
+
+Part = Iterable[tuple[Where, Tensor]]  # places and their keys, in flat order; may be walked through again
+
+COLLECTED = 1 << 20  # scores that may be collected inside the bracket, 12 bytes each
+SAMPLED = 1 / 200  # share of the scores that is sampled: balances its cost against that of a wide bracket
+SAMPLE_MAX = 1 << 20
+RUN = 16  # neighbours sampled together: one cache line costs as much as one number
+SIGMAS = 5  # half-width of the bracket, in standard deviations of the sampled rank
+DIGIT = 11  # bits of the key resolved by one histogram: 16 KiB of int64 counts
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Prune every score below `value` and the first `ties` of those equal to it, in (tensor, flat index) order."""
+
+    value: float
+    ties: int
+
+
+def locate(
+    population: Callable[[], Iterable[Tensor]],
+    rank: int,
+    peers: Peers = ALONE,
+    low: int = LOWEST_KEY,
+    high: int = HIGHEST_KEY,
+) -> tuple[int, int]:
+    """The key of the rank-th smallest (from 1) within [low, high], and how many equal to it are within that rank.
+
+    Each turn counts the population by the next bits of the key and keeps one bin; only the counts are summed.
+    """
+    while low < high:
+        shift = max(0, (high - low).bit_length() - DIGIT)
+        counts = torch.zeros(2 + (1 << DIGIT), dtype=torch.int64)  # one bin at each end for what is out of range
+        for keys in population():
+            digits = ((keys.to(torch.int64) - low) >> shift).clamp_(-1, 1 << DIGIT).add_(1)
+            counts += torch.bincount(digits, minlength=counts.numel()).cpu()
+        upto = peers.sum(counts[1:-1]).cumsum(0)
+        digit = int(torch.searchsorted(upto, rank))
+        rank -= int(upto[digit - 1]) if digit else 0
+        low, high = low + (digit << shift), min(high, low + ((digit + 1) << shift) - 1)
+    return low, rank
+
+
+def prune_exactly(pieces: Sequence[Piece], count: int, peers: Peers = ALONE) -> tuple[Cut | None, list[Tensor]]:
+    """Flat bool masks (True = kept) with exactly `count` of the living weights gone, those of lowest score."""
+    here = sum(piece.living() for piece in pieces if piece.counted(peers))
+    living = int(peers.sum(torch.tensor([here])))
+    count = min(max(count, 0), living)
+    if count == 0:
+        return None, [_everything(p) if p.alive is None else p.alive.clone() for p in pieces]
+    low, high = _bracket(pieces, count / living, peers)
+    swept: list[_Swept] = []
+    for piece in pieces:
+        swept.append(_sweep(piece, low, high, COLLECTED - sum(s.middle for s in swept)))
+    below, middle, overflow = _tally(pieces, swept, peers)
+    masks = [sweep.mask for sweep in swept]
+    parts = [sweep.collected for sweep in swept]
+    if count <= below:
+        low, high, rank = LOWEST_KEY, low - 1, count
+    elif count > below + middle:
+        low, high, rank = high + 1, HIGHEST_KEY, count - below - middle
+    else:
+        rank = count - below
+    if overflow or not below < count <= below + middle:
+        swept.clear()  # frees what was collected
+        parts = [_Stream(piece) for piece in pieces]
+    counted = [part for piece, part in zip(pieces, parts, strict=True) if piece.counted(peers)]
+    key, ties = locate(lambda: (keys for part in counted for _, keys in part), rank, peers, low, high)
+    equal = [sum(int((keys == key).count_nonzero()) for _, keys in part) for part in parts]
+    for mask, part, quota in zip(masks, parts, _quotas(pieces, equal, ties, peers), strict=True):
+        _settle(mask, part, key, quota)
+    return Cut(value_of(key), ties), masks
+
+
+def _everything(piece: Piece) -> Tensor:
+    return torch.ones(piece.numel, dtype=torch.bool, device=piece.device)
+
+
+def _bracket(pieces: Sequence[Piece], fraction: float, peers: Peers) -> tuple[int, int]:
+    """Two keys that hold the cut between them, most likely; everything when all of it can be collected anyway."""
+    total = sum(piece.total for piece in pieces)
+    if total <= COLLECTED // 2:
+        return LOWEST_KEY, HIGHEST_KEY
+    to_collect_all = int(2 * (SIGMAS * total / COLLECTED) ** 2)
+    wanted = min(max(int(SAMPLED * total), to_collect_all), SAMPLE_MAX)
+    nothing = torch.empty(0, dtype=torch.int32)
+    sample = torch.cat([nothing, *(_sample(piece, wanted / total).cpu() for piece in pieces if piece.counted(peers))])
+    size = int(peers.sum(torch.tensor([sample.numel()])))
+    margin = SIGMAS * math.sqrt(size * fraction * (1 - fraction)) + 1
+    first, last = math.floor(fraction * size - margin), math.ceil(fraction * size + margin)
+    low = locate(lambda: [sample], first, peers)[0] if first > 0 else LOWEST_KEY
+    high = locate(lambda: [sample], last, peers)[0] if last <= size else HIGHEST_KEY
+    return low, high
+
+
+def _sample(piece: Piece, share: float) -> Tensor:
+    """Keys of about `share` of the piece, in short runs spread evenly with a fixed jitter: no random state is used."""
+    runs = min(math.ceil(share * piece.numel / RUN), piece.numel // RUN)
+    if runs == 0:
+        return torch.empty(0, dtype=torch.int32)
+    number = torch.arange(runs, dtype=torch.float64)
+    spread = (number + (number * 0.6180339887498949) % 1.0) / runs * (piece.numel - RUN)
+    keys = piece.keys((spread.to(torch.int64)[:, None] + torch.arange(RUN)).flatten())
+    return keys[(keys >= LOWEST_KEY) & (keys <= HIGHEST_KEY)]
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """All of a piece, evaluated again each time it is walked through."""
+
+    piece: Piece
+
+    def __iter__(self) -> Iterator[tuple[Where, Tensor]]:
+        return ((chunk, self.piece.keys(chunk)) for chunk in self.piece.chunks())
+
+
+@dataclass(frozen=True)
+class _Swept:
+    mask: Tensor  # keeps what is at or above the bracket's lower end
+    below: int  # living scores under the bracket
+    middle: int  # living scores inside it
+    spoiled: int  # living scores that are NaN
+    collected: Part  # positions and keys of those inside, complete if there was room
+
+
+def _sweep(piece: Piece, low: int, high: int, room: int) -> _Swept:
+    """One pass over a piece: settle what is outside [low, high], collect what is inside."""
+    mask = torch.empty(piece.numel, dtype=torch.bool, device=piece.device)
+    collected: list[tuple[Where, Tensor]] = []
+    below = middle = spoiled = 0
+    least, most = value_of(low), value_of(high)
+    for chunk in piece.chunks():
+        scores = piece.score(chunk)
+        kept = torch.ge(scores, least, out=mask[chunk])
+        if piece.alive is not None:
+            kept.logical_and_(piece.alive[chunk])
+        spoiled += piece.spoiled(chunk, scores)
+        below += piece.living(chunk) - int(kept.count_nonzero())
+        inside = places_of(torch.le(scores, most).logical_and_(kept))
+        middle += inside.numel()
+        if middle <= room:
+            collected.append((inside + chunk.start, keys_of(scores[inside])))
+    return _Swept(mask, below, middle, spoiled, collected)
+
+
+def _tally(pieces: Sequence[Piece], swept: Sequence[_Swept], peers: Peers) -> tuple[int, int, bool]:
+    """Below, inside and whether any peer ran out of room, over all peers. NaN raises on every one of them alike."""
+    counted = [sweep for piece, sweep in zip(pieces, swept, strict=True) if piece.counted(peers)]
+    here = [sum(s.below for s in counted), sum(s.middle for s in counted)]
+    here.append(int(sum(s.middle for s in swept) > COLLECTED))
+    totals = peers.sum(torch.tensor(here + [s.spoiled for s in swept])).tolist()
+    refuse_nan([piece.name for piece in pieces], totals[3:])
+    return totals[0], totals[1], bool(totals[2])
+
+
+def refuse_nan(names: Sequence[str], counts: Sequence[int]) -> None:
+    """Raise when any tensor's count of NaN scores is above zero, naming those tensors."""
+    spoiled = [f"{name!r} ({count})" for name, count in zip(names, counts, strict=True) if count]
+    if spoiled:
+        raise ScoreError(
+            f"NaN scores in {', '.join(spoiled)}. A weight, a gradient statistic or the score itself is not a number:"
+            " check the loss for divergence before pruning. No mask was changed."
+        )
+
+
+def _quotas(pieces: Sequence[Piece], equal: Sequence[int], ties: int, peers: Peers) -> list[int]:
+    """How many of the scores equal to the cut each piece here gives up, taking them in (tensor, rank) order."""
+    columns = [0 if piece.replicated else peers.rank for piece in pieces]
+    table = torch.zeros(len(pieces), peers.size, dtype=torch.int64)
+    for row, (piece, column) in enumerate(zip(pieces, columns, strict=True)):
+        table[row, column] = equal[row] if piece.counted(peers) else 0
+    table = peers.sum(table)
+    before = table.flatten().cumsum(0).view_as(table) - table
+    quotas = (ties - before).clamp(min=0).minimum(table)
+    return [int(quotas[row, column]) for row, column in enumerate(columns)]
+
+
+def _settle(mask: Tensor, part: Part, key: int, quota: int) -> None:
+    """Write the final mask where the part says: gone below the key, and for the first `quota` equal to it."""
+    for where, keys in part:
+        kept = keys > key
+        equal = (keys == key).nonzero().flatten()
+        kept[equal[quota:]] = True
+        quota = max(0, quota - equal.numel())
+        mask[where] = kept
+
+
+def sampled_cut(
+    scores: Mapping[str, Tensor],
+    sparsity: float,
+    *,
+    fraction: float | None = None,
+    per_tensor: bool = False,
+    seed: int = 0,
+) -> float:
+    """The approximate threshold AdamWPrune used, for comparison: the k-th value of a sample drawn with replacement.
+
+    `per_tensor` draws the same fraction (1 %) of each tensor, otherwise 2 % of all together. Prune `score <= cut`.
+    The count it prunes is off by what the sample happened to hold; docs/why-exact.md has figures.
+    """
+    flat = [tensor.flatten() for tensor in scores.values()]
+    total = sum(tensor.numel() for tensor in flat)
+    share = fraction if fraction is not None else 0.01 if per_tensor else 0.02
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(limit: int) -> Tensor:
+        return torch.randint(0, limit, (max(1, int(limit * share)),), generator=generator)
+
+    if per_tensor:
+        drawn = torch.cat([tensor[draw(tensor.numel()).to(tensor.device)] for tensor in flat])
+    else:
+        where, parts = draw(total), []
+        for tensor in flat:
+            mine = where[(where >= 0) & (where < tensor.numel())]
+            parts.append(tensor[mine.to(tensor.device)])
+            where = where - tensor.numel()
+        drawn = torch.cat(parts)
+    rank = max(1, int(int(sparsity * total) * drawn.numel() / total))
+    return float(drawn.float().kthvalue(rank).values)

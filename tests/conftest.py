@@ -1,0 +1,53 @@
+"""What every test shares: small models, one seed, and a hypothesis profile without a deadline (machines are noisy)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from torch import Tensor, nn
+
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Block(nn.Module):
+    """A little network with every kind of tensor the sites tell apart."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.lm_head = nn.Linear(width, 10, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        hidden = hidden + self.down(torch.relu(self.up(self.norm(hidden))))
+        return self.lm_head(hidden)
+
+
+@pytest.fixture
+def block() -> Block:
+    return Block()
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, after: Callable[[], None] = lambda: None
+) -> None:
+    """Steps of next-token-like training on random tokens; `after` runs after each optimizer step."""
+    for _ in range(steps):
+        tokens = torch.randint(0, 10, (4, 6))
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), (tokens * 7 % 10).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        after()

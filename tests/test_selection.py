@@ -1,0 +1,224 @@
+"""Selection is exact: it equals a stable sort, at any chunking, with few distinct values, signs, zeros and infinities."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import secateur as sc
+from secateur import pieces, selection
+from secateur.errors import PatternError, ScheduleError, ScoreError
+from secateur.pieces import HIGHEST_KEY, LOWEST_KEY, Piece, keys_of, places_of, value_of
+from secateur.shards import ALONE
+from tests import oracle
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TIES = st.sampled_from((-1.5, -0.0, 0.0, 0.0, 1.0, 1.0, 2.0))
+ODD = st.sampled_from((math.inf, -math.inf, 1e-45, -1e-45, 1e-38, 3.4e38, -3.4e38))
+VALUES = st.one_of(TIES, ODD, st.floats(width=16, allow_nan=False), st.floats(width=32, allow_nan=False))
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """One to three matrices of hard values in one dtype, and which weights compete."""
+    dtype = draw(st.sampled_from(DTYPES))
+    scores, alive = {}, {}
+    for name in "abc"[: draw(st.integers(1, 3))]:
+        shape = (draw(st.integers(1, 5)), draw(st.integers(1, 7)))
+        size = math.prod(shape)
+        values = draw(st.lists(VALUES, min_size=size, max_size=size))
+        scores[name] = torch.tensor(values, dtype=torch.float32).to(dtype).view(shape)
+        dead = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+        alive[name] = ~torch.tensor(dead).view(shape) if draw(st.booleans()) else torch.ones(shape, dtype=torch.bool)
+    return scores, alive
+
+
+SPARSITY = st.one_of(st.floats(0, 0.999), st.sampled_from((0.0, 0.25, 0.5, 0.75)))
+
+
+@settings(max_examples=4000)
+@given(tensors(), SPARSITY)
+def test_model_scope_is_a_stable_sort(case: tuple[dict[str, Tensor], dict[str, Tensor]], sparsity: float) -> None:
+    scores, alive = case
+    expected = oracle.select_model(scores, sparsity, alive)
+    found = sc.select(scores, sparsity, alive=alive)
+    assert all(torch.equal(found[name], expected[name]) for name in scores)
+
+
+@settings(max_examples=4000)
+@given(tensors(), SPARSITY, st.integers(1, 9), st.integers(0, 12), st.integers(LOWEST_KEY, HIGHEST_KEY))
+def test_any_chunking_and_any_bracket_give_the_same_mask(
+    case: tuple[dict[str, Tensor], dict[str, Tensor]], sparsity: float, chunk: int, room: int, low: int
+) -> None:
+    """Tiny chunks, no room to collect, and a bracket that is wrong on purpose: the fallback must be exact too."""
+    scores, alive = case
+    bracket = (low, min(HIGHEST_KEY, low + 0x1000000))
+    with (
+        mock.patch.object(pieces, "CHUNK", chunk),
+        mock.patch.object(selection, "COLLECTED", room),
+        mock.patch.object(selection, "_bracket", lambda *_: bracket),
+    ):
+        found = sc.select(scores, sparsity, alive=alive)
+    expected = oracle.select_model(scores, sparsity, alive)
+    assert all(torch.equal(found[name], expected[name]) for name in scores)
+
+
+@settings(max_examples=1500)
+@given(tensors(), SPARSITY)
+def test_layer_scope_is_exact_per_tensor(case: tuple[dict[str, Tensor], dict[str, Tensor]], sparsity: float) -> None:
+    scores, alive = case
+    found = sc.select(scores, sparsity, scope="layer", alive=alive)
+    for name, tensor in scores.items():
+        assert torch.equal(found[name], oracle.select_model({name: tensor}, sparsity, alive)[name])
+
+
+@settings(max_examples=1500)
+@given(tensors(), SPARSITY)
+def test_row_scope_is_exact_per_row(case: tuple[dict[str, Tensor], dict[str, Tensor]], sparsity: float) -> None:
+    scores, alive = case
+    found = sc.select(scores, sparsity, scope="row", alive=alive)
+    for name, tensor in scores.items():
+        expected = oracle.select_groups(tensor, round(sparsity * tensor.shape[1]), alive[name])
+        assert torch.equal(found[name], expected)
+
+
+@settings(max_examples=1000)
+@given(tensors(), SPARSITY)
+def test_no_kept_score_is_below_a_pruned_one(
+    case: tuple[dict[str, Tensor], dict[str, Tensor]], sparsity: float
+) -> None:
+    scores, alive = case
+    masks = sc.select(scores, sparsity, alive=alive)
+    gone = torch.cat([scores[n][alive[n] & ~masks[n]].float() for n in scores])
+    kept = torch.cat([scores[n][masks[n]].float() for n in scores])
+    assert not any(bool((masks[name] & ~alive[name]).any()) for name in scores)
+    assert not (len(gone) and len(kept)) or float(gone.max()) <= float(kept.min())
+
+
+@settings(max_examples=500)
+@given(st.lists(VALUES, min_size=1, max_size=30))
+def test_keys_order_as_floats_do(values: list[float]) -> None:
+    scores = torch.tensor(values, dtype=torch.float32)
+    keys = keys_of(scores)
+    assert torch.equal(keys[:, None] < keys, scores[:, None] < scores)
+    assert all(value_of(int(key)) == value for key, value in zip(keys, scores.tolist(), strict=True))
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_places_of_is_nonzero(values: list[bool]) -> None:
+    sparse = torch.tensor(values, dtype=torch.bool)
+    assert torch.equal(places_of(sparse), sparse.nonzero().flatten())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sparsity", [0.001, 0.3, 0.8, 0.999])
+def test_large_tensors_take_the_sampled_way_and_agree(dtype: torch.dtype, sparsity: float) -> None:
+    scores = {"a": torch.randn(1200, 1000).to(dtype), "b": (torch.randn(700, 1000) * 3).abs().to(dtype)}
+    alive = {name: torch.rand(tensor.shape) > 0.3 for name, tensor in scores.items()}
+    for living in (alive, {name: torch.ones_like(mask) for name, mask in alive.items()}):
+        found = sc.select(scores, sparsity, alive=living)
+        expected = oracle.select_model(scores, sparsity, living)
+        assert all(torch.equal(found[name], expected[name]) for name in scores)
+
+
+def test_a_sample_that_misleads_costs_time_and_nothing_else() -> None:
+    scores = torch.rand(1 << 20)
+    scores[torch.arange(scores.numel()) % 16 < 8] += 100  # neighbours alike: runs are worth little here
+    mask = sc.select({"a": scores}, 0.5)["a"]
+    assert torch.equal(mask, oracle.remove_lowest(scores, scores.numel() // 2, torch.ones_like(mask)))
+
+
+def test_all_equal_goes_in_flat_order() -> None:
+    masks = sc.select({"a": torch.zeros(4, 5), "b": torch.zeros(4, 5)}, 0.6)
+    flat = torch.cat([masks["a"].flatten(), masks["b"].flatten()])
+    assert torch.equal(flat, torch.arange(40) >= 24)
+
+
+def test_strided_and_expanded_scores_need_no_copy_and_agree() -> None:
+    base = torch.randn(6, 8)
+    for view in (base.t(), base[:, ::2], torch.randn(8).expand(6, 8)):
+        assert torch.equal(sc.select({"a": view}, 0.4)["a"], sc.select({"a": view.contiguous()}, 0.4)["a"])
+
+
+def test_nan_names_the_tensor() -> None:
+    scores = {"fine": torch.ones(3, 3), "layer.7": torch.tensor([[1.0, math.nan], [2.0, math.nan]])}
+    for scope in ("model", "layer", "row"):
+        with pytest.raises(ScoreError, match=r"NaN scores in 'layer.7' \(2\).*No mask was changed"):
+            sc.select(scores, 0.5, scope=scope)
+    dead = {"layer.7": ~scores["layer.7"].isnan()}
+    assert int(sc.select(scores, 0.5, alive=dead)["layer.7"].sum()) <= 2
+
+
+def test_nothing_is_modified() -> None:
+    scores, alive = {"a": torch.randn(9, 9)}, {"a": torch.rand(9, 9) > 0.5}
+    before = scores["a"].clone(), alive["a"].clone()
+    state = torch.random.get_rng_state()
+    sc.select(scores, 0.7, alive=alive)
+    assert torch.equal(scores["a"], before[0])
+    assert torch.equal(alive["a"], before[1])
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("sparsity", [-0.1, 1.0, 50, math.nan, True])
+def test_sparsity_outside_its_range_is_refused(sparsity: float) -> None:
+    with pytest.raises(ScheduleError, match=r"in \[0, 1\)"):
+        sc.select({"a": torch.ones(2, 2)}, sparsity)
+
+
+def test_dtypes_that_would_lose_order_are_refused() -> None:
+    with pytest.raises(PatternError, match="'a' is torch.float64"):
+        sc.select({"a": torch.ones(2, 2, dtype=torch.float64)}, 0.5)
+
+
+def test_counts_past_two_to_the_31() -> None:
+    """More scores than int32 can count, without storing them: an expanded tensor has 2^31 + 1024 entries and 4 KiB.
+
+    `locate` walks through all of them; the cut lies past 2^31, and so does the number of ties.
+    """
+    row = torch.cat((torch.zeros(1000), torch.ones(24)))
+    total = (2**21 + 1) * 1024
+    wanted = (2**21 + 1) * 1000
+    walked = 0
+
+    def chunks() -> list[Tensor]:
+        nonlocal walked
+        walked += 1
+        return [keys_of(row.expand(2**11, -1).reshape(-1))] * 2**10 + [keys_of(row)]
+
+    key, ties = selection.locate(chunks, wanted)
+    assert (value_of(key), ties) == (0.0, wanted)
+    key, ties = selection.locate(chunks, total)
+    assert (value_of(key), ties) == (1.0, total - wanted)
+    assert walked >= 2
+
+
+def test_quotas_past_two_to_the_31() -> None:
+    """Ties are dealt out with int64 counts: three pieces that claim 2^31 equal scores each."""
+    device = torch.device("cpu")
+    claims = [Piece(name, 0, 2**31, lambda where: torch.empty(0), device) for name in "abc"]
+    assert selection._quotas(claims, [2**31] * 3, 2**32 + 5, ALONE) == [2**31, 2**31, 5]
+
+
+def test_positions_past_two_to_the_31() -> None:
+    """The last chunk of an expanded tensor past 2^31 is read where it is."""
+    tall = torch.arange(1024.0).expand(2**21 + 2, 1024)
+    where = slice(2**31 + 1000, 2**31 + 1030)
+    assert torch.equal(pieces.flat_part(tall, where), (torch.arange(1000, 1030) % 1024).float())
+    assert torch.equal(pieces.flat_part(tall, torch.tensor([2**31 + 5])), torch.tensor([5.0]))
+
+
+def test_sampled_cut_is_close_but_not_exact() -> None:
+    scores = {"a": torch.rand(300, 1000), "b": torch.rand(200, 1000)}
+    total = 500_000
+    for per_tensor in (False, True):
+        cut = sc.selection.sampled_cut(scores, 0.5, per_tensor=per_tensor, seed=3)
+        assert cut == sc.selection.sampled_cut(scores, 0.5, per_tensor=per_tensor, seed=3)
+        gone = sum(int((tensor <= cut).sum()) for tensor in scores.values())
+        assert abs(gone / total - 0.5) < 0.03
+        assert gone != total // 2
