@@ -19,7 +19,7 @@ from secateur.registry import Score, resolve
 from secateur.report import Report, TensorRow, Update
 from secateur.schedules import Schedule, as_schedule, check_sparsity
 from secateur.shards import check_replicas, check_tile, is_sharded, like, local, part_of, peers_of, unwrap
-from secateur.sites import Globs, LeftOut, find_sites
+from secateur.sites import VECTOR, Globs, LeftOut, find_sites
 from secateur.tiles import parse_pattern, tile_of
 
 
@@ -72,10 +72,10 @@ class Pruner:
         self._facts = Facts(self._optimizer, self.score, found)
         self._sites = self._facts.sites
         strangers = [site for site in found if site not in self._sites]
-        self._left_out = [*left_out, *(LeftOut(s.name, s.parameter.numel(), "not in the optimizer") for s in strangers)]
+        self._left_out = [*(LeftOut(s.name, s.parameter.numel(), "not in the optimizer") for s in strangers), *left_out]
         if not self._sites:
-            reasons = "; ".join(f"{item.name}: {item.reason}" for item in self._left_out[:6])
-            raise SiteError(f"Nothing to prune in {type(unwrap(self._model)).__name__}. {reasons}")
+            telling = [f"{item.name}: {item.reason}" for item in self._left_out if item.reason != VECTOR]
+            raise SiteError(f"Nothing to prune in {type(unwrap(self._model)).__name__}. {'; '.join(telling[:6])}")
         self._peers = peers_of(site.parameter for site in self._sites)
         tiled = self.scope == "row" or self._pattern is not None
         for site in self._sites if tiled else ():

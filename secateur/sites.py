@@ -26,6 +26,8 @@ HEADS = (
     "output",
 )
 
+VECTOR = "bias, norm or vector"
+
 Globs = str | Sequence[str]
 
 
@@ -91,8 +93,7 @@ def _judge(
 
     if not prunable:
         embedding = any(isinstance(module, nn.Embedding) for _, module, _ in uses)
-        small = parameter.ndim < 2
-        return out("embedding" if embedding else "bias, norm or vector" if small else "not a kind of weight we prune")
+        return out("embedding" if embedding else VECTOR if parameter.ndim < 2 else "not a kind of weight we prune")
     name, layout = prunable[0]
     if not parameter.requires_grad:
         return out("frozen (requires_grad is False)")
@@ -113,8 +114,9 @@ def _layout(name: str, module: nn.Module, parameter: nn.Parameter) -> Layout | N
     leaf = name.rpartition(".")[2]
     if leaf == "weight" and isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return Layout()
-    if leaf == "weight" and type(module).__name__ == "Conv1D" and parameter.ndim == 2:
-        return Layout(rows=(1,), inputs=0)  # transformers' Conv1D is a Linear stored [inputs, outputs]
+    # transformers' Conv1D is a Linear stored [inputs, outputs]; fully_shard derives a class from it.
+    if leaf == "weight" and parameter.ndim == 2 and any(kind.__name__ == "Conv1D" for kind in type(module).__mro__):
+        return Layout(rows=(1,), inputs=0)
     stacked = parameter.ndim == 3 and min(parameter.shape) > 1 and not any(w in name for w in ("embed", "pos", "token"))
     if stacked and not isinstance(module, nn.modules.conv._ConvNd):
         # Experts of a mixture, [experts, outputs, inputs]; transformers marks those stored the other way round.

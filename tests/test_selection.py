@@ -177,25 +177,15 @@ def test_dtypes_that_would_lose_order_are_refused() -> None:
 
 
 def test_counts_past_two_to_the_31() -> None:
-    """More scores than int32 can count, without storing them: an expanded tensor has 2^31 + 1024 entries and 4 KiB.
-
-    `locate` walks through all of them; the cut lies past 2^31, and so does the number of ties.
-    """
-    row = torch.cat((torch.zeros(1000), torch.ones(24)))
-    total = (2**21 + 1) * 1024
-    wanted = (2**21 + 1) * 1000
-    walked = 0
-
-    def chunks() -> list[Tensor]:
-        nonlocal walked
-        walked += 1
-        return [keys_of(row.expand(2**11, -1).reshape(-1))] * 2**10 + [keys_of(row)]
-
-    key, ties = selection.locate(chunks, wanted)
-    assert (value_of(key), ties) == (0.0, wanted)
-    key, ties = selection.locate(chunks, total)
-    assert (value_of(key), ties) == (1.0, total - wanted)
-    assert walked >= 2
+    """More scores than int32 can count, all walked through and none stored: one chunk of keys is handed out again and
+    again. The cut lies past 2^31 of them."""
+    chunk = torch.zeros(1 << 21, dtype=torch.int32)
+    chunk[-512:] = 1  # the key of the smallest subnormal
+    repeats = 1025
+    zeros = repeats * (chunk.numel() - 512)
+    assert zeros > 2**31
+    key, ties = selection.locate(lambda: (chunk for _ in range(repeats)), zeros + 7, low=0, high=1)
+    assert (key, ties) == (1, 7)
 
 
 def test_quotas_past_two_to_the_31() -> None:

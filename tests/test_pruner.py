@@ -1,0 +1,277 @@
+"""The Pruner in a training loop: exact targets, zeros that stay, every flavour of Adam, scalers, groups, compile."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import secateur as sc
+from secateur.errors import PatternError, ScheduleError, StateError
+from tests.conftest import Block, train
+
+
+def pruned_state_is_zero(pruner: sc.Pruner, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for name, mask in pruner.masks.items():
+        parameter = model.get_parameter(name)
+        assert bool((parameter[~mask] == 0).all())
+        for key, value in optimizer.state[parameter].items():
+            if isinstance(value, Tensor) and value.ndim:
+                assert bool((value[~mask] == 0).all()), key
+
+
+FLAVOURS: dict[str, Any] = {
+    "adam": lambda p: torch.optim.Adam(p, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "single": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("score", ["bitter7", "bitter5", "bitter8", "movement", "displacement", "random"])
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_two_lines_with_every_adam(flavour: str, score: str, block: Block) -> None:
+    optimizer = FLAVOURS[flavour](block.parameters())
+    pruner = sc.Pruner(block, optimizer, score=score, sparsity=sc.cubic(0.83, begin=2, end=11), every=3)
+    seen: list[float] = []
+
+    def after() -> None:
+        before = {name: mask.clone() for name, mask in pruner.masks.items()}
+        pruner.step()
+        assert not any(bool((mask & ~before[name]).any()) for name, mask in pruner.masks.items())  # nothing regrows
+        pruned_state_is_zero(pruner, block, optimizer)
+        seen.append(pruner.sparsity)
+
+    train(block, optimizer, 15, after)
+    prunable = block.up.weight.numel() + block.down.weight.numel()
+    assert seen == sorted(seen)
+    assert seen[-1] == round(0.83 * prunable) / prunable
+    assert [update.step for update in pruner.updates] == [3, 6, 9, 11]
+    for update in pruner.updates:
+        assert update.pruned == round(update.asked * prunable)
+    if flavour == "amsgrad":
+        assert "max_exp_avg_sq" in optimizer.state[block.up.weight]
+
+
+def test_capturable(block: Block) -> None:
+    """On the CPU torch allows it only under compile, so the optimizer step is compiled, as a user would."""
+    optimizer = torch.optim.AdamW(block.parameters(), lr=torch.tensor(0.01), capturable=True)
+    pruner = sc.Pruner(block, optimizer, score="bitter8", sparsity=0.5, every=2)
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(3):
+        block(torch.randint(0, 10, (2, 4))).square().mean().backward()
+        step()
+        pruner.step()
+    assert isinstance(optimizer.state[block.up.weight]["step"], Tensor)
+    assert [update.step for update in pruner.updates] == [2]
+    assert pruner.sparsity == 0.5
+    pruned_state_is_zero(pruner, block, optimizer)
+
+
+def test_attach_makes_it_one_line(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    handle = sc.Pruner(block, optimizer, sparsity=0.5, every=2).attach()
+    gc.collect()  # the hook alone keeps the pruner alive
+    train(block, optimizer, 2)
+    zeros = sum(int((w == 0).sum()) for w in (block.up.weight, block.down.weight))
+    assert zeros == (block.up.weight.numel() + block.down.weight.numel()) // 2
+    handle.remove()
+    train(block, optimizer, 1)
+    assert sum(int((w == 0).sum()) for w in (block.up.weight, block.down.weight)) < zeros
+
+
+def test_a_forgotten_pruner_is_freed(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    forgotten = weakref.ref(sc.Pruner(block, optimizer))
+    gc.collect()
+    assert forgotten() is None
+    train(block, optimizer, 1)
+
+
+def test_steps_are_counted_by_the_optimizer_not_by_calls(block: Block) -> None:
+    """Micro-batches of gradient accumulation may call step() too; it waits for the optimizer."""
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, sparsity=sc.linear(0.5, begin=0, end=4), every=1)
+    for micro in range(12):
+        tokens = torch.randint(0, 10, (2, 4))
+        (nn.functional.cross_entropy(block(tokens).flatten(0, 1), tokens.flatten()) / 3).backward()
+        if micro % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        pruner.step()
+    assert [update.step for update in pruner.updates] == [1, 2, 3, 4]
+    assert pruner.sparsity == 0.5
+
+
+def test_a_call_every_few_steps_still_makes_its_updates(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, sparsity=sc.linear(0.5, begin=0, end=7), every=5)
+    for _ in range(4):
+        train(block, optimizer, 3)
+        pruner.step()
+    assert [update.step for update in pruner.updates] == [6, 9]
+    assert pruner.sparsity == 0.5
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_skipped_by_a_grad_scaler_does_not_count(fused: bool, block: Block) -> None:
+    """Unfused, the scaler does not call the optimizer; fused, it calls it with found_inf set."""
+    optimizer = torch.optim.AdamW(block.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    pruner = sc.Pruner(block, optimizer, score="movement", sparsity=sc.linear(0.5, begin=0, end=8), every=1)
+    plain = Block()
+    plain.load_state_dict(block.state_dict())
+    expected = torch.zeros_like(block.up.weight)
+    for iteration in range(6):
+        tokens = torch.randint(0, 10, (2, 4))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = nn.functional.cross_entropy(block(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        spoiled = iteration in (1, 4)
+        if spoiled:
+            block.up.weight.grad[0, 0] = torch.inf
+        else:
+            expected -= block.up.weight.detach() * block.up.weight.grad / scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        pruner.step()
+    assert [update.step for update in pruner.updates] == [1, 2, 3, 4]
+    assert pruner.sparsity == round(0.25 * 2048) / 2048
+    torch.testing.assert_close(pruner.state_dict()["movement_sum.up.weight"], expected)
+
+
+def test_several_groups_with_their_own_betas(block: Block) -> None:
+    groups = [{"params": block.up.parameters(), "betas": (0.5, 0.9)}, {"params": block.down.parameters()}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    pruner = sc.Pruner(block, optimizer, score="bitter8", sparsity=0.5, every=1)
+    train(block, optimizer, 1, pruner.step)
+    assert pruner.sparsity == 0.5
+    assert dict((name, reason) for name, _, reason in pruner.report().left_out)["lm_head.weight"].startswith("head")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_compiled_models_are_neither_broken_nor_recompiled(backend: str, block: Block) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(block, backend=backend, fullgraph=True)  # fullgraph: a graph break is an error
+    optimizer = torch.optim.AdamW(compiled.parameters())
+    pruner = sc.Pruner(compiled, optimizer, sparsity=sc.linear(0.6, begin=0, end=6), every=2)
+    train(compiled, optimizer, 1, pruner.step)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        train(compiled, optimizer, 9, pruner.step)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert len(pruner.updates) == 3
+    eager = block(torch.arange(6)[None])
+    torch.testing.assert_close(compiled(torch.arange(6)[None]), eager)
+
+
+def test_masks_are_updated_in_place(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, sparsity=0.5, every=1)
+    held = pruner.masks["up.weight"]
+    weight = block.up.weight.data_ptr()
+    train(block, optimizer, 2, pruner.step)
+    assert torch.equal(held, pruner.masks["up.weight"])
+    assert not bool(held.all())
+    assert block.up.weight.data_ptr() == weight
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"scope": "layer"}, 512),
+        ({"scope": "row"}, 512),
+        ({"pattern": "2:4", "sparsity": None}, 512),
+        ({"pattern": "block:4x4"}, None),
+        ({"allocation": "uniform"}, 512),
+        ({"allocation": "erk"}, None),
+        ({"score": "bitter4"}, None),
+        ({"allocation": "lamp", "score": "magnitude"}, None),
+    ],
+)
+def test_scopes_patterns_and_allocations(options: dict[str, Any], count: int | None, block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, **{"sparsity": 0.5, "every": 1, **options})
+    train(block, optimizer, 2, pruner.step)
+    assert pruner.sparsity == 0.5
+    if count is not None:
+        assert [row.pruned for row in pruner.report().tensors] == [count, count]
+    if "pattern" not in options and options.get("score") == "bitter4":
+        assert pruner.report().allocation == "depth"
+        first, last = (row.sparsity for row in pruner.report().tensors)
+        assert first / last == pytest.approx(0.7 / 1.3, rel=0.01)
+
+
+def test_n_of_m_may_be_reached_by_a_ramp(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, pattern="2:4", sparsity=sc.linear(0.5, begin=0, end=4), every=1)
+    train(block, optimizer, 5, pruner.step)
+    assert [update.pruned / 2048 for update in pruner.updates] == [0, 0.25, 0.25, 0.5]
+    with pytest.raises(PatternError, match="means sparsity 0.5, not 0.8"):
+        sc.Pruner(block, optimizer, pattern="2:4", sparsity=sc.linear(0.8, begin=0, end=4))
+
+
+@pytest.mark.parametrize("every", [0, -3, 2.5, True])
+def test_every_must_be_a_positive_number_of_steps(every: Any, block: Block) -> None:
+    with pytest.raises(ScheduleError, match="every is a number of optimizer steps, at least 1"):
+        sc.Pruner(block, torch.optim.AdamW(block.parameters()), every=every)
+
+
+def test_a_schedule_of_ones_own_is_checked_when_it_speaks(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, sparsity=lambda step: step / 2, every=1)
+    train(block, optimizer, 1, pruner.step)
+    assert pruner.sparsity == 0.5
+    with pytest.raises(ScheduleError, match=r"in \[0, 1\); got 1.0"):
+        train(block, optimizer, 1, pruner.step)
+
+
+def test_nan_stops_before_any_mask_changes(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, every=1)
+    train(block, optimizer, 1)
+    with torch.no_grad():
+        block.down.weight[3, 4] = torch.nan
+    with pytest.raises(sc.SecateurError, match=r"NaN scores in 'down.weight' \(1\)"):
+        pruner.step()
+    assert pruner.sparsity == 0
+    assert all(bool(mask.all()) for mask in pruner.masks.values())
+
+
+def test_channels_last_weights_are_pruned_in_logical_order() -> None:
+    results = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(3)
+        layer = nn.Conv2d(8, 8, 3).to(memory_format=memory_format)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        pruner = sc.Pruner(layer, optimizer, every=1, score="magnitude", sparsity=0.4, only="*")
+        layer.weight.grad = torch.randn(8, 8, 3, 3)
+        optimizer.step()
+        pruner.step()
+        results.append((pruner.masks["weight"], layer.weight.detach() == 0))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(~results[1][0], results[1][1])
+
+
+def test_a_state_of_another_model_changes_nothing(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, every=1)
+    train(block, optimizer, 1, pruner.step)
+    masks = {name: mask.clone() for name, mask in pruner.masks.items()}
+    other = Block(width=24)
+    stranger = sc.Pruner(other, torch.optim.AdamW(other.parameters())).state_dict()
+    with pytest.raises(StateError, match=r"Saved 'mask.up.weight' has shape \(96, 3\), here it is \(64, 2\)"):
+        pruner.load_state_dict(stranger)
+    del stranger["mask.up.weight"]
+    with pytest.raises(StateError, match=r"1 entries missing \(mask.up.weight\)"):
+        pruner.load_state_dict(stranger)
+    assert all(torch.equal(mask, masks[name]) for name, mask in pruner.masks.items())

@@ -1,0 +1,48 @@
+"""Schedules: shapes, ends, and refusals that say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import secateur as sc
+from secateur.errors import ScheduleError
+
+
+@pytest.mark.parametrize(
+    ("ramp", "middle"), [(sc.linear, 0.4), (sc.cubic, 0.8 * 0.875), (sc.late_cubic, 0.8 * 0.125)]
+)
+def test_ramps(ramp: Callable[..., Any], middle: float) -> None:
+    schedule = ramp(0.8, begin=100, end=300)
+    assert [schedule(step) for step in (0, 100)] == [0.0, 0.0]
+    assert schedule(200) == pytest.approx(middle)
+    assert [schedule(step) for step in (300, 10_000)] == [0.8, 0.8]
+    rising = [schedule(step) for step in range(0, 400, 7)]
+    assert rising == sorted(rising)
+
+
+def test_constant() -> None:
+    assert [sc.constant(0.3)(step) for step in (0, 5)] == [0.3, 0.3]
+
+
+@pytest.mark.parametrize(("begin", "end"), [(10, 10), (20, 10), (-1, 10)])
+def test_a_ramp_must_end_after_it_begins(begin: int, end: int) -> None:
+    for ramp in (sc.linear, sc.cubic, sc.late_cubic):
+        with pytest.raises(ScheduleError, match=rf"0 <= begin < end, in optimizer steps; got begin={begin}, end={end}"):
+            ramp(0.5, begin=begin, end=end)
+
+
+@pytest.mark.parametrize("make", [sc.constant, lambda s: sc.linear(s, begin=0, end=1)])
+def test_percent_is_not_a_fraction(make: Callable[[float], Any]) -> None:
+    with pytest.raises(ScheduleError, match=r"in \[0, 1\); got 80. For 80 percent write 0.8"):
+        make(80)
+    with pytest.raises(ScheduleError, match=r"got 1\."):
+        make(1)
+
+
+def test_they_say_what_they_are() -> None:
+    assert str(sc.cubic(0.5, begin=0, end=9)) == "cubic(0.5, begin=0, end=9)"
+    assert str(sc.late_cubic(0.5, begin=1, end=9)) == "late_cubic(0.5, begin=1, end=9)"
+    assert str(sc.constant(0.5)) == "constant(0.5)"

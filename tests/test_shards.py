@@ -1,0 +1,91 @@
+"""Many processes: the same masks and the same weights at every world size, and little said over the network."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed_worker import SETTINGS
+
+ROOT = Path(__file__).parent.parent
+Results = dict[str, Any]
+
+
+def launch(out: Path, ranks: int, *jobs: str) -> Results:
+    """The jobs run one after another in `ranks` processes under torchrun, on gloo."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*torchrun, "-m", "tests.distributed_worker", str(out), *jobs]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    results: Results = torch.load(out, weights_only=True)
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    out = tmp_path_factory.mktemp("alone") / "out.pt"
+    subprocess.run([sys.executable, "-m", "tests.distributed_worker", str(out), "single"], cwd=ROOT, check=True)
+    results: Results = torch.load(out, weights_only=True)
+    return results
+
+
+def agree(found: Results, alone: Results, job: str) -> None:
+    tensors, _ = found[job]
+    expected, _ = alone[f"single {job.split()[1]}"]
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), f"{job}: {name}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_masks_and_weights_do_not_depend_on_the_world_size(ranks: int, alone: Results, tmp_path: Path) -> None:
+    jobs = [f"fsdp {setting}" for setting in SETTINGS] + ["ddp model", "ddp bf16", "mixed model"]
+    jobs += ["hsdp model", "hsdp bf16"] if ranks == 4 else []
+    found = launch(tmp_path / "out.pt", ranks, *jobs)
+    for job in jobs:
+        agree(found, alone, job)
+    check_bytes(found, ranks)
+
+
+def check_bytes(found: Results, ranks: int) -> None:
+    """Histograms of 2^11 int64 counts and a few tables cross the network, whatever the size of the model.
+
+    A small model needs three (32 bits of key, 11 at a time), a large one three more for each end of the bracket.
+    """
+    histogram = 8 * 2**11
+    small, large = found["fsdp model"][1], found["fsdp large"][1]
+    if ranks == 1:
+        assert small == large == 0
+        return
+    assert histogram < small < 3 * histogram + 512
+    assert large < 10 * histogram  # 1 million weights; gathered scores would be 4 MB
+    assert found["ddp model"][1] == 0  # equal input gives equal masks: only eight bytes a rank, to be sure
+
+
+def test_saved_at_one_world_size_loaded_at_another(alone: Results, tmp_path: Path) -> None:
+    saves = [f"fsdp {setting} save={tmp_path / setting}" for setting in ("model", "movement")]
+    found = {4: launch(tmp_path / "4.pt", 4, *saves)}
+    for ranks in (2, 3):
+        found[ranks] = launch(tmp_path / f"{ranks}.pt", ranks, *(job.replace(" save=", " load=") for job in saves))
+    for ranks, done in (4, "save"), (2, "load"), (3, "load"):
+        for setting in ("model", "movement"):
+            agree(found[ranks], alone, f"fsdp {setting} {done}")
+
+
+def test_what_cannot_be_served_is_refused_on_every_rank(tmp_path: Path) -> None:
+    said = launch(tmp_path / "out.pt", 2, "refusals")["refusals"]
+    assert said["row"].startswith("ShardError: Scope 'row' compares weights of '0.weight' that lie on different ranks")
+    assert said["8:12"].startswith("ShardError: Pattern '8:12' compares weights of '0.weight'")
+    assert said["nan"].startswith("ScoreError: NaN scores in '0.weight'")
+    assert said["replicas"].startswith("ShardError: Ranks of DistributedDataParallel came to different masks")
