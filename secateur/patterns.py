@@ -63,8 +63,8 @@ def choose(
 ) -> Selection:
     """Masks at exactly this sparsity. Weights that are not alive count as gone already and never return."""
     if pattern is not None and pattern.kept is not None:
-        gone = min(pattern.inputs - pattern.kept, math.floor(sparsity * pattern.inputs + 1e-9))
-        return _rank_tiles(targets, [gone] * len(targets), pattern, peers)
+        most = min(pattern.inputs - pattern.kept, math.floor(sparsity * pattern.inputs + 1e-9))
+        return _rank_tiles(targets, [most] * len(targets), pattern, peers)
     if pattern is not None:
         return _choose_blocks(targets, sparsity, scope, pattern, allocation, peers)
     pieces = [target.piece for target in targets]

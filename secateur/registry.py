@@ -113,10 +113,11 @@ def with_options(entry: Score, options: Mapping[str, Any]) -> Score:
 def _parse_options(wanted: str, text: str) -> dict[str, Any]:
     try:
         call = ast.parse(f"f({text})", mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
-        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (AssertionError, SyntaxError, ValueError):
-        raise ScoreError(f"Cannot read {wanted!r}. Write options as numbers: 'variance(q=0.375)'.") from None
+        if isinstance(call, ast.Call) and not call.args:
+            return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError):
+        pass
+    raise ScoreError(f"Cannot read {wanted!r}. Write options as numbers: 'variance(q=0.375)'.")
 
 
 def _origin(function: Callable[..., Tensor]) -> str:

@@ -64,7 +64,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """The part of the tensor this process holds, sharing its memory; the tensor itself when it is not distributed."""
-    return tensor.to_local() if isinstance(tensor, _dtensor_type()) else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if isinstance(tensor, _dtensor_type()) else tensor
 
 
 def _shard_axis(tensor: Any) -> int | None:
@@ -127,16 +127,16 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
         tensor.placements,
         run_check=False,
         shape=whole,
-        stride=stride,  # type: ignore[attr-defined]
+        stride=stride,
     )
 
 
 def part_of(saved: Tensor, tensor: Tensor) -> Tensor:
     """This process's rows of a saved tensor, which may be whole or sharded in its own way."""
     if isinstance(saved, _dtensor_type()):
-        if saved.placements == getattr(tensor, "placements", None):  # type: ignore[attr-defined]
+        if saved.placements == getattr(tensor, "placements", None):
             return local(saved)
-        saved = saved.full_tensor()  # type: ignore[attr-defined]
+        saved = saved.full_tensor()
     rows = placement(tensor)
     return saved[rows.first_row : rows.first_row + rows.sizes[rows.rank]]
 

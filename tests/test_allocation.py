@@ -109,7 +109,10 @@ def test_rows_follow_an_allocation() -> None:
     assert per_row == [{35}, {50}, {65}]
 
 
-@given(st.lists(st.tuples(st.floats(0.01, 100), st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=8), st.floats(0, 1))
+@given(
+    st.lists(st.tuples(st.floats(0.01, 100), st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=8),
+    st.floats(0, 1),
+)
 def test_spread_is_exact_inside_its_bounds(parts: list[tuple[float, int, int]], where: float) -> None:
     shares = [share for share, _, _ in parts]
     lower, upper = [low for _, low, _ in parts], [low + room for _, low, room in parts]

@@ -53,7 +53,9 @@ def test_n_of_m_runs_along_inputs_in_every_layout() -> None:
     assert torch.equal(found[0].t(), expected)
     kernel = torch.randn(6, 8, 3, 3)
     found = choose([target(kernel, Layout())], 0.5, pattern=pattern).masks[0].view(6, 8, 3, 3)
-    assert torch.equal(found[:, :, 1, 2], choose([target(kernel[:, :, 1, 2], Layout())], 0.5, pattern=pattern).masks[0].view(6, 8))
+    assert torch.equal(
+        found[:, :, 1, 2], choose([target(kernel[:, :, 1, 2], Layout())], 0.5, pattern=pattern).masks[0].view(6, 8)
+    )
 
 
 def test_rows_follow_the_layout() -> None:
@@ -79,9 +81,20 @@ def test_rows_too_long_for_one_go_are_streamed() -> None:
 
 
 @settings(max_examples=200)
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.floats(0, 0.99), st.integers(0, 2**30))
-def test_blocks_go_whole_and_exactly(rows: int, columns: int, down: int, across: int, sparsity: float, seed: int) -> None:
-    scores = torch.randint(-4, 5, (down * rows, across * columns), generator=torch.Generator().manual_seed(seed)).float()
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.floats(0, 0.99),
+    st.integers(0, 2**30),
+)
+def test_blocks_go_whole_and_exactly(
+    rows: int, columns: int, down: int, across: int, sparsity: float, seed: int
+) -> None:
+    scores = torch.randint(
+        -4, 5, (down * rows, across * columns), generator=torch.Generator().manual_seed(seed)
+    ).float()
     tiles = scores.view(down, rows, across, columns).permute(0, 2, 1, 3).reshape(down, across, -1)
     for scope in ("model", "row"):
         mask = sc.select({"w": scores}, sparsity, scope=scope, pattern=f"block:{rows}x{columns}")["w"]
@@ -137,7 +150,9 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
     scores = {"layer.weight": torch.ones(6, 6)}
     with pytest.raises(PatternError, match=r"'2:4' means sparsity 0.5, not 0.8. Pass sparsity=None"):
         sc.select(scores, 0.8, pattern="2:4")
-    with pytest.raises(PatternError, match=r"'layer.weight' of shape \(6, 6\) cannot be tiled by '2:4'.*skip='layer.weight'"):
+    with pytest.raises(
+        PatternError, match=r"'layer.weight' of shape \(6, 6\) cannot be tiled by '2:4'.*skip='layer.weight'"
+    ):
         sc.select(scores, None, pattern="2:4")
     with pytest.raises(PatternError, match="needs a matrix"):
         sc.select({"v": torch.ones(8)}, None, pattern="2:4")

@@ -11,9 +11,7 @@ import secateur as sc
 from secateur.errors import ScheduleError
 
 
-@pytest.mark.parametrize(
-    ("ramp", "middle"), [(sc.linear, 0.4), (sc.cubic, 0.8 * 0.875), (sc.late_cubic, 0.8 * 0.125)]
-)
+@pytest.mark.parametrize(("ramp", "middle"), [(sc.linear, 0.4), (sc.cubic, 0.8 * 0.875), (sc.late_cubic, 0.8 * 0.125)])
 def test_ramps(ramp: Callable[..., Any], middle: float) -> None:
     schedule = ramp(0.8, begin=100, end=300)
     assert [schedule(step) for step in (0, 100)] == [0.0, 0.0]

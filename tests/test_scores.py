@@ -84,7 +84,9 @@ def test_contract(name: str) -> None:
 def test_agrees_with_float64(name: str) -> None:
     """fp32 rounds each operation to 6e-8; the longest chain has eight, and bitter5 and 9 subtract."""
     facts = made_up_facts(1000)
-    double = {key: value.double() if isinstance(value, Tensor) and key != "index" else value for key, value in facts.items()}
+    double = {
+        key: value.double() if isinstance(value, Tensor) and key != "index" else value for key, value in facts.items()
+    }
     torch.testing.assert_close(evaluate(name, facts).double(), evaluate(name, double).double(), rtol=2e-6, atol=1e-8)
 
 
@@ -230,14 +232,17 @@ def test_a_new_score_is_six_lines(table: dict[str, registry.Score], block: nn.Mo
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     with pytest.raises(
-        FactError, match=r"adam_fisher needs exp_avg_sq; SGD keeps momentum_buffer. Scores that work here: bitter1,.*magnitude"
+        FactError,
+        match=r"adam_fisher needs exp_avg_sq; SGD keeps momentum_buffer. Scores that work here: bitter1,.*magnitude",
     ):
         pruner.step()
 
 
 def test_before_the_first_step_the_message_says_so(block: nn.Module) -> None:
     pruner = sc.Pruner(block, torch.optim.AdamW(block.parameters()), score="variance")
-    with pytest.raises(FactError, match=r"variance needs exp_avg_sq; AdamW has no state yet: .*first optimizer.step\(\)"):
+    with pytest.raises(
+        FactError, match=r"variance needs exp_avg_sq; AdamW has no state yet: .*first optimizer.step\(\)"
+    ):
         pruner.pieces()
 
 
@@ -269,7 +274,7 @@ def test_random_is_uniform_and_differs_by_seed() -> None:
     index = torch.arange(100_000)
     first, second = (resolve(f"random(seed={seed})")(index=index) for seed in (0, 1))
     assert abs(float(first.mean()) - 0.5) < 0.005
-    assert 0 <= float(first.min()) and float(first.max()) < 1
+    assert float(first.min()) >= 0 and float(first.max()) < 1
     assert float((first == second).float().mean()) < 0.001
     assert abs(float(torch.corrcoef(torch.stack((first[:-1], first[1:])))[0, 1])) < 0.02
     far = resolve("random")(index=index + 2**33)

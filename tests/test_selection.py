@@ -62,7 +62,7 @@ def test_any_chunking_and_any_bracket_give_the_same_mask(
     with (
         mock.patch.object(pieces, "CHUNK", chunk),
         mock.patch.object(selection, "COLLECTED", room),
-        mock.patch.object(selection, "_bracket", lambda *_: bracket),
+        mock.patch.object(selection, "_bracket", return_value=bracket),
     ):
         found = sc.select(scores, sparsity, alive=alive)
     expected = oracle.select_model(scores, sparsity, alive)

@@ -1,0 +1,1 @@
+"""The lab: what an experiment needs and a library does not. Data, models, training, pages."""

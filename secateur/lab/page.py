@@ -1,0 +1,157 @@
+"""The demo's page: one self-contained HTML file, figures inside as SVG, nothing fetched from anywhere."""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from secateur.lab.training import Plan, Run
+
+COLOURS = {"dense": "#6b7280", "magnitude": "#d97706", "variance": "#2563eb"}
+STAGES = ("#93c5fd", "#3b82f6", "#1e3a8a")
+
+STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #111827; background: #f9fafb; margin: 0; }
+main { max-width: 1080px; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
+h1 { font-size: 1.7rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 0 0 .25rem; }
+p { margin: .25rem 0 .75rem; color: #4b5563; max-width: 68ch; }
+table { border-collapse: collapse; background: #fff; width: 100%; margin: 1rem 0; }
+th, td { padding: .5rem .75rem; text-align: right; border-bottom: 1px solid #e5e7eb; }
+th { font-weight: 600; color: #374151; } th:first-child, td:first-child { text-align: left; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: 1rem; }
+figure { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; margin: 0; padding: 1rem; }
+figure.tall { grid-row: span 2; }
+figure svg { width: 100%; height: auto; display: block; }
+footer { color: #6b7280; font-size: .85rem; margin-top: 2rem; }
+"""
+
+
+def figure(draw: Any, *, width: float = 6.0, height: float = 3.4) -> str:
+    """An SVG of whatever `draw(axes)` draws, without the XML header that HTML does not want."""
+    canvas = Figure(figsize=(width, height), layout="constrained")
+    axes = canvas.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    draw(axes)
+    text = io.StringIO()
+    canvas.savefig(text, format="svg", metadata={"Date": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def _colour(name: str) -> str:
+    return COLOURS.get(name, "#7c3aed")
+
+
+def _loss(runs: Sequence[Run]) -> str:
+    def draw(axes: Any) -> None:
+        for run in runs:
+            smooth, mean = [], run.loss[0]
+            for value in run.loss:
+                mean += 0.08 * (value - mean)
+                smooth.append(mean)
+            axes.plot(range(1, len(smooth) + 1), smooth, color=_colour(run.name), alpha=0.45, linewidth=1)
+            steps, losses = zip(*run.held_out, strict=True)
+            axes.plot(steps, losses, "o-", color=_colour(run.name), label=run.name, markersize=3.5)
+        axes.set(xlabel="step", ylabel="loss, nats per byte", ylim=(None, runs[0].held_out[0][1] * 1.15))
+        axes.legend(frameon=False)
+
+    return figure(draw)
+
+
+def _sparsity(runs: Sequence[Run]) -> str:
+    def draw(axes: Any) -> None:
+        for number, run in enumerate(runs):
+            style = "-" if number % 2 else "--"  # scores share a schedule: dashes let both be seen
+            axes.plot(range(1, len(run.sparsity) + 1), run.sparsity, style, color=_colour(run.name), label=run.name)
+        axes.set(xlabel="step", ylabel="share of prunable weights gone", ylim=(0, 1))
+        axes.legend(frameon=False)
+
+    return figure(draw)
+
+
+def _layers(runs: Sequence[Run]) -> str:
+    pruned = [run for run in runs if run.report is not None]
+    reports = [run.report for run in pruned if run.report is not None]
+    names = [row.name.removesuffix(".weight") for row in reports[0].tensors]
+
+    def draw(axes: Any) -> None:
+        thick = 0.8 / len(pruned)
+        for number, (run, report) in enumerate(zip(pruned, reports, strict=True)):
+            places = [place + number * thick - 0.4 + thick / 2 for place in range(len(names))]
+            axes.barh(places, [row.sparsity for row in report.tensors], thick, color=_colour(run.name), label=run.name)
+        axes.set(yticks=range(len(names)), yticklabels=names, xlim=(0, 1), xlabel="share of its weights gone")
+        axes.axvline(reports[0].sparsity, color="#111827", linewidth=0.8, linestyle=":")
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(pruned))
+
+    return figure(draw, height=8.2)
+
+
+def _scores(run: Run) -> str:
+    def draw(axes: Any) -> None:
+        for snapshot, colour in zip(run.snapshots, STAGES, strict=False):
+            axes.stairs(snapshot.counts, snapshot.edges, color=colour, fill=True, alpha=0.35)
+            axes.stairs(
+                snapshot.counts, snapshot.edges, color=colour, label=f"living weights before step {snapshot.step}"
+            )
+            if snapshot.cut > 0:
+                axes.axvline(math.log10(snapshot.cut), color=colour, linestyle="--", linewidth=1.4)
+        axes.set(xlabel=f"log10 of the {run.name} score", ylabel="weights")
+        axes.legend(frameon=False, loc="upper left")
+
+    return figure(draw)
+
+
+def _block(title: str, text: str, svg: str, *, tall: bool = False) -> str:
+    place = ' class="tall"' if tall else ""
+    return f"<figure{place}><h2>{html.escape(title)}</h2><p>{html.escape(text)}</p>{svg}</figure>"
+
+
+def render(plan: Plan, runs: Sequence[Run], header: Sequence[str], rows: Sequence[Sequence[str]], facts: str) -> str:
+    """The whole page as a string."""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    figures = [
+        _block("Loss", "Dots: held-out files. Faint lines: training batches, smoothed.", _loss(runs)),
+        _block(
+            "Sparsity", f"All pruned runs follow one schedule, to the weight, to {plan.sparsity:.0%}.", _sparsity(runs)
+        ),
+        _block(
+            "Sparsity by layer",
+            "One cut for the whole model: each layer gives what it can spare.",
+            _layers(runs),
+            tall=True,
+        ),
+    ]
+    for run in runs:
+        if run.snapshots:
+            text = "The cut of that update is the dashed line of the same colour: what is left of it goes."
+            figures.append(_block(f"Scores and the cut: {run.name}", text, _scores(run)))
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Secateur demo</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body><main>'
+        "<h1>The same network, dense and pruned while it trained</h1>"
+        f"<p>{html.escape(facts)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        f'<div class="figures">{"".join(figures)}</div>'
+        "<footer>One seed, one small model: a look, not a result. Made by <code>secateur demo</code>.</footer>"
+        "</main></body></html>\n"
+    )
+
+
+def write(path: Path, text: str) -> None:
+    """Write under a temporary name, then rename: a reader never sees half a page."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
