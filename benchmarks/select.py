@@ -1,6 +1,6 @@
 """One mask update: the exact streamed selection beside AdamWPrune's three forms and torch's own global pruning.
 
-    python -m benchmarks.select [--dims 1024 2048] [--layers 12] [--calls 5] [--rounds 3]
+    python -m benchmarks.select [--dims 1024 2048] [--layers 12] [--calls 5] [--rounds 4]
 
 All score |w| (v + 1e-8)^(1/4) at 50 %. Every form makes its calls in a row, as a loop would, so that each has the
 allocator to itself; the forms take turns for several rounds. No ratio is printed unless the masks are right.
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def global_unstructured(layers: Layers) -> list[Tensor]:
     scores = {(module, "weight"): score(w, v) for module, (w, v) in zip(modules, layers, strict=True)}
     named = [(module, "weight") for module in modules]
     prune.global_unstructured(named, prune.L1Unstructured, importance_scores=scores, amount=SPARSITY)
-    return [module.weight_mask.bool() for module in modules]  # type: ignore[union-attr]
+    return [module.get_buffer("weight_mask").bool() for module in modules]
 
 
 def secateur(layers: Layers) -> list[Tensor]:
@@ -113,7 +114,7 @@ def scratch(form: Callable[[Layers], list[Tensor]], layers: Layers) -> float:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         form(layers)
     live = peak = 0
-    for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in profiled.profiler.kineto_results.events():
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
@@ -127,8 +128,10 @@ def measure(dim: int, count: int, calls: int, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for name, form in FORMS.items():
             slow = name in ("kthvalue", "global_unstructured")  # seconds a call: one a round is enough
-            form(layers) if not slow else None
-            samples[name] += [milliseconds(lambda form=form: form(layers)) for _ in range(1 if slow else calls)]
+            if not slow:
+                form(layers)
+            for _ in range(1 if slow else calls):
+                samples[name].append(milliseconds(partial(form, layers)))
     gone = {name: sum(int((~mask).sum()) for mask in form(layers)) for name, form in FORMS.items()}
     return {
         "dim": dim,
@@ -141,7 +144,7 @@ def measure(dim: int, count: int, calls: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def table(size: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def table(size: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Header and rows for one size; ratios only if the masks were right."""
     header = (f"{size['weights'] / 1e6:.2f} M weights", "median ms", "to ours", "scratch MiB", "pruned, off by")
     ours = statistics.median(size["milliseconds"]["secateur"])
@@ -161,7 +164,7 @@ def main() -> None:
     parser.add_argument("--dims", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--calls", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     sizes = [measure(dim, options.layers, options.calls, options.rounds) for dim in options.dims]
     for size in sizes:

@@ -16,7 +16,19 @@ import torch
 from torch import Tensor
 
 from secateur.errors import ScoreError
-from secateur.pieces import HIGHEST_KEY, LOWEST_KEY, Piece, Where, keys_of, places_of, value_of
+from secateur.pieces import (
+    CHUNK,
+    HIGHEST_KEY,
+    LOWEST_KEY,
+    Piece,
+    Where,
+    at_least,
+    at_most,
+    count_of,
+    keys_of,
+    places_of,
+    value_of,
+)
 from secateur.shards import ALONE, Peers
 
 Part = Iterable[tuple[Where, Tensor]]  # places and their keys, in flat order; may be walked through again
@@ -25,7 +37,7 @@ COLLECTED = 1 << 20  # scores that may be collected inside the bracket, 12 bytes
 SAMPLED = 1 / 200  # share of the scores that is sampled: balances its cost against that of a wide bracket
 SAMPLE_MAX = 1 << 20
 RUN = 16  # neighbours sampled together: one cache line costs as much as one number
-SIGMAS = 5  # half-width of the bracket, in standard deviations of the sampled rank
+SIGMAS = 4  # half-width of the bracket, in standard deviations of the sampled rank
 DIGIT = 11  # bits of the key resolved by one histogram: 16 KiB of int64 counts
 
 
@@ -149,17 +161,20 @@ def _sweep(piece: Piece, low: int, high: int, room: int) -> _Swept:
     collected: list[tuple[Where, Tensor]] = []
     below = middle = spoiled = 0
     least, most = value_of(low), value_of(high)
+    spare = torch.empty(min(CHUNK, piece.numel), device=piece.device)
+    flags = torch.empty_like(spare, dtype=torch.bool)
     for chunk in piece.chunks():
         scores = piece.score(chunk)
-        kept = torch.ge(scores, least, out=mask[chunk])
+        size = scores.numel()
+        kept = at_least(scores, least, mask[chunk], spare[:size])
         if piece.alive is not None:
             kept.logical_and_(piece.alive[chunk])
         spoiled += piece.spoiled(chunk, scores)
-        below += piece.living(chunk) - int(kept.count_nonzero())
-        inside = places_of(torch.le(scores, most).logical_and_(kept))
+        below += piece.living(chunk) - count_of(kept)
+        inside = places_of(at_most(scores, most, flags[:size], spare[:size]).logical_and_(kept))
         middle += inside.numel()
         if middle <= room:
-            collected.append((inside + chunk.start, keys_of(scores[inside])))
+            collected.append((inside + chunk.start, keys_of(scores.index_select(0, inside))))
     return _Swept(mask, below, middle, spoiled, collected)
 
 

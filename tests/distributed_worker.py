@@ -1,7 +1,7 @@
 """Run by torchrun: trains the same little network at any world size and writes what came out.
 
-`python -m tests.distributed_worker OUT single` is the one-process run the others are compared with. Gradients are set by
-hand to the same numbers on every rank and in every run, so that weights agree to the bit and masks can be compared.
+`python -m tests.distributed_worker OUT single` is the one-process run the others are compared with. Gradients are set
+by hand to the same numbers on every rank and in every run, so that weights agree to the bit and masks can be compared.
 """
 
 from __future__ import annotations

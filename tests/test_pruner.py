@@ -153,7 +153,7 @@ def test_several_groups_with_their_own_betas(block: Block) -> None:
     pruner = sc.Pruner(block, optimizer, score="bitter8", sparsity=0.5, every=1)
     train(block, optimizer, 1, pruner.step)
     assert pruner.sparsity == 0.5
-    assert dict((name, reason) for name, _, reason in pruner.report().left_out)["lm_head.weight"].startswith("head")
+    assert {name: reason for name, _, reason in pruner.report().left_out}["lm_head.weight"].startswith("head")
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"])

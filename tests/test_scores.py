@@ -274,7 +274,8 @@ def test_random_is_uniform_and_differs_by_seed() -> None:
     index = torch.arange(100_000)
     first, second = (resolve(f"random(seed={seed})")(index=index) for seed in (0, 1))
     assert abs(float(first.mean()) - 0.5) < 0.005
-    assert float(first.min()) >= 0 and float(first.max()) < 1
+    assert float(first.min()) >= 0
+    assert float(first.max()) < 1
     assert float((first == second).float().mean()) < 0.001
     assert abs(float(torch.corrcoef(torch.stack((first[:-1], first[1:])))[0, 1])) < 0.02
     far = resolve("random")(index=index + 2**33)

@@ -1,4 +1,4 @@
-"""Selection is exact: it equals a stable sort, at any chunking, with few distinct values, signs, zeros and infinities."""
+"""Selection is exact: it equals a stable sort at any chunking, with ties, signs, zeros, subnormals and infinities."""
 
 from __future__ import annotations
 
