@@ -31,7 +31,8 @@ def _demo(options: argparse.Namespace) -> int:
     try:
         from secateur.lab.demo import demo
     except ModuleNotFoundError as missing:
-        raise SecateurError(f"The demo needs {missing.name}: pip install 'secateur[demo]'.") from missing
+        package = (missing.name or "").partition(".")[0]
+        raise SecateurError(f"The demo needs {package}: pip install 'secateur[demo]'.") from missing
     demo(options.out, options.steps)
     return 0
 

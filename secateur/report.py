@@ -150,9 +150,10 @@ def _cut(row: TensorRow) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A GitHub-flavoured table; the first column is text, the rest numbers."""
+    """A GitHub-flavoured table; the first column is text, the rest numbers. Bars inside a cell are escaped."""
+    escaped = [[cell.replace("|", r"\|") for cell in cells] for cells in (header, *rows)]
     rule = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (escaped[0], rule, *escaped[1:]))
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
