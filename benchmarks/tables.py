@@ -61,7 +61,18 @@ def scores_table() -> str:
     return markdown_table(("score", "formula", "reads", "options"), rows).replace("---:", "---")
 
 
-PARTS: dict[str, Callable[[], str]] = {"select": select_tables, "sampling": sampling_table, "scores": scores_table}
+def demo_table() -> str:
+    """What the demo printed."""
+    record = newest("demo")
+    return markdown_table(record["header"], record["rows"]) + "\n\n" + source(record)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "demo": demo_table,
+    "sampling": sampling_table,
+    "scores": scores_table,
+    "select": select_tables,
+}
 
 
 def filled(text: str) -> str:

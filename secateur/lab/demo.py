@@ -49,14 +49,15 @@ def demo(out: Path, steps: int | None = None) -> list[Run]:
                 bars.update(task, completed=step, description=text)  # type: ignore[arg-type]
 
             runs.append(train(plan, corpus, score, tell))
-    rows = [_row(run) for run in runs]
+    rows = [row(run) for run in runs]
     print(text_table(HEADER, rows))
     page.write(out, page.render(plan, runs, HEADER, rows, facts))
     print(f"\nReport: {out.resolve()}  ({time.perf_counter() - began:.0f} s in all)")
     return runs
 
 
-def _row(run: Run) -> tuple[str, ...]:
+def row(run: Run) -> tuple[str, ...]:
+    """A run as a row under HEADER."""
     report = run.report
     prunable, model = (report.sparsity, report.model_sparsity) if report else (0.0, 0.0)
     return run.name, f"{run.perplexity:.3f}", f"{prunable:.4%}", f"{model:.4%}", f"{run.seconds:.1f}"
