@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from secateur.errors import PatternError
-from secateur.pieces import Piece, value_of
+from secateur.pieces import Piece, keys_of, values_of
+from secateur.selection import refuse_nan
 from secateur.shards import Peers
 
 ALLOCATIONS = ("uniform", "erk", "depth", "lamp")
@@ -91,17 +92,18 @@ def spread(shares: Sequence[float], lower: Sequence[int], upper: Sequence[int], 
 
 def lamp_histogram(piece: Piece, peers: Peers) -> Tensor:
     """Living scores of a piece by the leading bits of their keys, over all peers."""
-    counts = torch.zeros(LAMP_BINS + 2, dtype=torch.int64)  # the last bin counts the negative
+    counts = torch.zeros(LAMP_BINS + 3, dtype=torch.int64, device="cpu")  # the last two count negatives and NaN
     for chunk in piece.chunks() if piece.counted(peers) else ():
-        keys = piece.keys(chunk)
-        if piece.alive is not None:
-            keys = keys[piece.alive[chunk]]
+        scores = piece.score(chunk)
+        keys = keys_of(scores if piece.alive is None else scores[piece.alive[chunk]])
         bins = torch.where(keys >= 0, (keys >> LAMP_SHIFT).clamp(max=LAMP_BINS), LAMP_BINS + 1)
-        counts += torch.bincount(bins, minlength=LAMP_BINS + 2).cpu()
+        counts += torch.bincount(bins, minlength=LAMP_BINS + 3).cpu()
+        counts[-1] += piece.spoiled(chunk, scores)
     counts = peers.sum(counts)
-    if counts[-1]:
+    refuse_nan([piece.name], [int(counts[-1])])
+    if counts[-2]:
         raise PatternError(f"Allocation 'lamp' squares scores, so they must not be negative; {piece.name!r} has some.")
-    return counts[:-1]
+    return counts[:-2]
 
 
 def lamp(histograms: Sequence[Tensor], budget: int) -> list[int]:
@@ -114,7 +116,7 @@ def lamp(histograms: Sequence[Tensor], budget: int) -> list[int]:
     for layer, histogram in enumerate(histograms):
         bins = histogram.nonzero().flatten()
         count = histogram[bins].double()
-        squares = torch.tensor([value_of(int(b) << LAMP_SHIFT) for b in bins], dtype=torch.float64).square()
+        squares = values_of(bins << LAMP_SHIFT).double().square()
         mass = squares * count
         # The weight in the middle of a bin has half of that bin above it.
         at_least = mass.flip(0).cumsum(0).flip(0) - mass + squares * (count + 1) / 2
@@ -124,4 +126,4 @@ def lamp(histograms: Sequence[Tensor], budget: int) -> list[int]:
     order = torch.sort(torch.cat(values), stable=True).indices
     owner, count = torch.cat(owners)[order], torch.cat(counts)[order]
     taken = (budget - (count.cumsum(0) - count)).clamp(min=0).minimum(count)
-    return torch.zeros(len(histograms), dtype=torch.int64).index_add_(0, owner, taken).tolist()
+    return torch.zeros(len(histograms), dtype=torch.int64, device="cpu").index_add_(0, owner, taken).tolist()

@@ -29,8 +29,9 @@ class Facts:
 
     def __init__(self, optimizer: torch.optim.Optimizer, score: Score, sites: Sequence[Site]) -> None:
         self._optimizer, self._score = optimizer, score
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.sites = [site for site in sites if id(site.parameter) in stepped]
+        self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        self.sites = [site for site in sites if id(site.parameter) in self._groups]
+        self.stepped = False  # whether the optimizer has taken a step
         self.kept: dict[str, dict[str, Tensor]] = {fact: {} for fact in KEPT_FACTS if fact in score.needs}
         for fact, tensors in self.kept.items():
             for site in self.sites:
@@ -39,10 +40,25 @@ class Facts:
                 tensors[site.name] = weight.clone() if fact == "initial_weight" else zeros
 
     def state(self, site: Site) -> dict[str, Tensor]:
-        """The optimizer's tensors that are shaped like the weight: this process's part of each."""
+        """The optimizer's float tensors that are shaped like the weight: this process's part of each."""
         state = self._optimizer.state.get(site.parameter, {})
         shape = site.parameter.shape
-        return {key: local(t) for key, t in state.items() if isinstance(t, Tensor) and t.ndim and t.shape == shape}
+        return {
+            key: local(t)
+            for key, t in state.items()
+            if isinstance(t, Tensor) and t.ndim and t.shape == shape and t.is_floating_point()
+        }
+
+    def has_state(self, site: Site) -> bool:
+        """Whether the optimizer keeps anything for this site; it does once the site has had a gradient."""
+        return bool(self._optimizer.state.get(site.parameter))
+
+    def check(self) -> None:
+        """Raise if the score cannot work with this optimizer. Sites that wait for a first gradient are given time."""
+        waiting = [site for site in self.sites if not self.has_state(site)]
+        for site in self.sites:
+            if site not in waiting or len(waiting) == len(self.sites):
+                self.of(site)
 
     def of(self, site: Site) -> dict[str, Any]:
         """The facts the score reads about this site, or the error that says what is missing and what would work."""
@@ -58,16 +74,21 @@ class Facts:
             raise FactError(self._explain(site, missing, facts))
         return {name: facts[name] for name in self._score.needs}
 
+    def _group(self, site: Site) -> dict[str, Any]:
+        """The site's parameter group as it is now: loading an optimizer's state makes new ones."""
+        group = self._groups.get(id(site.parameter))
+        if not any(group is current for current in self._optimizer.param_groups):
+            self._groups = {id(p): current for current in self._optimizer.param_groups for p in current["params"]}
+        return self._groups[id(site.parameter)]
+
     def _betas(self, site: Site) -> dict[str, float]:
-        """The betas of the site's group as they are now: a scheduler or a loaded state may have changed them."""
-        group = next(g for g in self._optimizer.param_groups if any(p is site.parameter for p in g["params"]))
-        return dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
+        return dict(zip(("beta1", "beta2"), self._group(site).get("betas", ()), strict=False))
 
     def _explain(self, site: Site, missing: Sequence[str], facts: Mapping[str, Any]) -> str:
         kind, keeps = type(self._optimizer).__name__, ", ".join(sorted(self.state(site)))
-        if not any(self._optimizer.state.values()):
+        if not self.stepped and not any(self._optimizer.state.values()):
             found = f"{kind} has no state yet: it appears with the first optimizer.step()"
-        elif not self._optimizer.state.get(site.parameter):
+        elif not self.has_state(site) and any(map(self.has_state, self.sites)):
             found = f"{kind} has no state for {site.name!r}, which has had no gradient yet: leave it out with skip=..."
         else:
             found = f"{kind} keeps {keeps or 'nothing shaped like the weights'}"
@@ -76,15 +97,21 @@ class Facts:
         return f"{self._score.name} needs {', '.join(missing)}; {found}. Scores that work here: {', '.join(work)}."
 
     @torch.no_grad()
-    def accumulate_movement(self) -> None:
+    def accumulate_movement(self, closure: Any) -> None:
         """Add -w g of the step about to be taken to the movement sums."""
+        if closure is not None:
+            raise FactError(
+                f"{self._score.name} reads gradients before optimizer.step(), but a closure makes them inside it."
+                " Compute the loss and call backward() first, or use another score."
+            )
         scale = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer is handed scaled gradients
         for site in self.sites:
             if site.parameter.grad is not None:
                 gradient = local(site.parameter.grad).float()
                 gradient = gradient if scale is None else gradient / scale
                 weight = local(site.parameter.detach()).float()
-                self.kept["movement_sum"][site.name].addcmul_(weight, gradient, value=-1)
+                sign = 1 if self._group(site).get("maximize") else -1
+                self.kept["movement_sum"][site.name].addcmul_(weight, gradient, value=sign)
 
     def target(self, site: Site, alive: Tensor, peers: Peers) -> Target:
         """The site as a selection sees it: scores evaluated on demand from the facts of this process's part."""
@@ -111,7 +138,7 @@ def evaluator(score: Score, facts: Mapping[str, Any], first: int, device: torch.
             if name in SCALAR_FACTS:
                 values[name] = fact
             elif name == "index":
-                numbers = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
+                numbers = torch.arange(where.start, where.stop, device=device) if isinstance(where, slice) else where
                 values[name] = numbers.to(device) + first
             else:
                 values[name] = flat_part(fact, where).float()

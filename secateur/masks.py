@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from secateur.errors import StateError
+from secateur.pieces import mixed
 
 
 def pack(mask: Tensor) -> Tensor:
@@ -34,18 +37,42 @@ def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
     return mask
 
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 @torch.no_grad()
 def apply(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
-    """Zero, in place, what the masks say is gone. Tensors keep their memory, so compiled graphs need not know."""
+    """Zero, in place, what the masks say is gone. Tensors keep their memory, so compiled graphs need not know.
+
+    Their bits are multiplied, not their values: infinity times zero would be NaN.
+    """
     if tensors:
-        torch._foreach_mul_(list(tensors), list(masks))
+        torch._foreach_mul_([tensor.view(_BITS[tensor.element_size()]) for tensor in tensors], list(masks))
 
 
 def checksum(masks: Sequence[Tensor]) -> int:
-    """A number that differs when masks do, in all likelihood: the sum of the positions of what is gone."""
-    total = 0
-    for number, mask in enumerate(masks, start=1):
-        for start, part in enumerate(mask.flatten().split(1 << 20)):
-            gone = (~part).to(torch.int64) * torch.arange(1, part.numel() + 1, device=part.device)
-            total += number * (int(gone.sum()) + start * int((~part).count_nonzero()))
+    """A number that differs when masks do, in all likelihood: the sum of hashed positions of what is gone."""
+    total, first = 0, 0
+    for mask in masks:
+        for part in mask.flatten().split(1 << 20):
+            positions = torch.arange(first, first + part.numel(), device=part.device)
+            total += int(mixed(positions)[~part].sum())
+            first += part.numel()
     return total % (1 << 62)
+
+
+def check_saved(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Refuse a saved state that differs from the expected one in names, kinds or shapes."""
+    missing, extra = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    if missing or extra:
+        raise StateError(
+            f"The saved state is of another model or score: {len(missing)} entries missing ({', '.join(missing[:3])}),"
+            f" {len(extra)} not expected ({', '.join(extra[:3])})."
+        )
+    for name, tensor in expected.items():
+        found = state[name]
+        if not isinstance(found, Tensor) or (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
+            what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise StateError(f"Saved {name!r} is {what}; this model needs {tensor.dtype} {tuple(tensor.shape)}.")
+        if name.startswith("shape.") and not torch.equal(found.cpu(), tensor):
+            raise StateError(f"Saved {name!r} is {found.tolist()}; in this model it is {tensor.tolist()}.")

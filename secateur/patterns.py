@@ -19,7 +19,7 @@ from secateur.pieces import CHUNK, DEAD_KEY, Piece, Where, flat_part
 from secateur.schedules import check_sparsity
 from secateur.selection import Cut, prune_exactly, refuse_nan
 from secateur.shards import ALONE, Peers
-from secateur.tiles import Layout, Pattern, Tiling, parse_pattern, tile_of
+from secateur.tiles import Layout, Pattern, Tiling, pairwise_sum, parse_pattern, tile_of
 
 SCOPES = ("model", "layer", "row")
 
@@ -69,13 +69,13 @@ def choose(
         return _choose_blocks(targets, sparsity, scope, pattern, allocation, peers)
     pieces = [target.piece for target in targets]
     dead = [piece.numel - piece.living() if piece.counted(peers) else 0 for piece in pieces]
-    gone = peers.sum(torch.tensor(dead)).tolist()
+    gone = peers.totals(dead)
     if allocation is not None:
         counts = allocations.allocate(allocation, pieces, [t.fan for t in targets], gone, sparsity, peers)
     else:
         counts = [round(sparsity * piece.total) for piece in pieces]
     if scope == "row":
-        fractions = [k / p.total if allocation else sparsity for k, p in zip(counts, pieces, strict=True)]
+        fractions = [k / max(1, p.total) if allocation else sparsity for k, p in zip(counts, pieces, strict=True)]
         rows = [round(f * t.tiling(None).size) for f, t in zip(fractions, targets, strict=True)]
         return _rank_tiles(targets, rows, None, peers)
     if scope == "layer" or allocation is not None:
@@ -94,7 +94,7 @@ def _rank_tiles(targets: Sequence[Target], gone: Sequence[int], pattern: Pattern
         nan = 0
         for slab in tiling.slabs() if piece.numel else ():
             if tiling.size > 2 * CHUNK:
-                _rank_long_tile(piece, tiling, slab, count, mask)
+                nan += _rank_long_tile(piece, tiling, slab, count, mask)
                 continue
             where = tiling.members(slab)
             scores = piece.score(where)
@@ -102,7 +102,7 @@ def _rank_tiles(targets: Sequence[Target], gone: Sequence[int], pattern: Pattern
             mask[where] = without_lowest(piece.keys(where, scores).view(-1, tiling.size), count).flatten()
         masks.append(mask)
         spoiled.append(nan)
-    refuse_nan([target.piece.name for target in targets], peers.sum(torch.tensor(spoiled)).tolist())
+    refuse_nan([target.piece.name for target in targets], peers.totals(spoiled))
     return Selection(masks, [None] * len(masks))
 
 
@@ -117,20 +117,22 @@ def without_lowest(keys: Tensor, count: int) -> Tensor:
     return ((keys > cut) | (equal & (equal.cumsum(1) > wanted))) & alive
 
 
-def _rank_long_tile(piece: Piece, tiling: Tiling, tile: Where, count: int, mask: Tensor) -> None:
-    """A tile too long to rank in one go is a little model of its own."""
-    everywhere = tiling.members(tile)
-    alive = None if piece.alive is None else piece.alive[everywhere]
-    dead = 0 if alive is None else int(tiling.size - alive.count_nonzero())
-    alone = Piece(
-        piece.name,
-        tiling.size,
-        tiling.size,
-        lambda places: piece.score(tiling.members(tile, places)),
-        piece.device,
-        alive,
-    )
-    mask[everywhere] = prune_exactly([alone], count - dead)[1][0]
+def _rank_long_tile(piece: Piece, tiling: Tiling, tile: Where, count: int, mask: Tensor) -> int:
+    """A tile too long to rank in one go is a little model of its own. Returns how many of its scores are NaN."""
+
+    def score(places: Where) -> Tensor:
+        return piece.score(tiling.members(tile, places))
+
+    alone = Piece(piece.name, tiling.size, tiling.size, score, piece.device)
+    if piece.alive is not None:
+        alive = torch.cat([piece.alive[tiling.members(tile, chunk)] for chunk in alone.chunks()])
+        alone = replace(alone, alive=alive)
+    nan = sum(alone.spoiled(chunk, score(chunk)) for chunk in alone.chunks())
+    if nan == 0:  # otherwise every rank must hear of it first
+        kept = prune_exactly([alone], count - (alone.numel - alone.living()))[1][0]
+        for chunk in alone.chunks():
+            mask[tiling.members(tile, chunk)] = kept[chunk]
+    return nan
 
 
 def _choose_blocks(
@@ -180,15 +182,6 @@ def _pooled(piece: Piece, tiling: Tiling) -> Piece:
     )
 
 
-def pairwise_sum(rows: Tensor) -> Tensor:
-    """Sum of each row by halving: each addition is elementwise, so the bits do not depend on the number of rows."""
-    while rows.shape[1] > 1:
-        half = rows.shape[1] // 2
-        summed = rows[:, :half] + rows[:, half : 2 * half]
-        rows = torch.cat((summed, rows[:, 2 * half :]), dim=1) if rows.shape[1] % 2 else summed
-    return rows[:, 0]
-
-
 def check_choice(sparsity: float | None, scope: str, pattern: Pattern | None, allocation: str | None) -> float:
     """The sparsity meant by these settings, or an error where they contradict each other."""
     if scope not in SCOPES:
@@ -227,6 +220,8 @@ def select(
     """
     shape_of = parse_pattern(pattern)
     wanted = check_choice(sparsity, scope, shape_of, None)
+    if strangers := sorted((alive or {}).keys() - scores.keys()):
+        raise PatternError(f"alive names {', '.join(map(repr, strangers[:3]))}, which scores do not have.")
     targets = [_target_from(name, tensor, alive) for name, tensor in scores.items()]
     chosen = choose(targets, wanted, scope=scope, pattern=shape_of)
     return {name: mask.view(scores[name].shape) for name, mask in zip(scores, chosen.masks, strict=True)}
@@ -245,7 +240,7 @@ def _target_from(name: str, scores: Tensor, alive: Mapping[str, Tensor] | None) 
         scores.numel(),
         lambda where: flat_part(scores, where).float(),
         scores.device,
-        None if living is None else living.reshape(-1),
+        None if living is None else living.reshape(-1).contiguous(),
     )
     layout = Layout() if scores.ndim > 1 else Layout(rows=(), inputs=0)
     return Target(piece, tuple(scores.shape), tuple(scores.shape), layout)

@@ -69,10 +69,24 @@ def places_of(sparse: Tensor) -> Tensor:
     return found.index_select(0, inside >> 3).mul_(8).add_(inside & 7)
 
 
+def values_of(keys: Tensor) -> Tensor:
+    """The fp32 scores that keys stand for."""
+    bits = keys.to(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
 def value_of(key: int) -> float:
-    """The fp32 score a key stands for."""
-    bits = torch.tensor(key, dtype=torch.int32)
-    return float((bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32))
+    """The fp32 score one key stands for."""
+    return float(values_of(torch.tensor(key, device="cpu")))
+
+
+def mixed(numbers: Tensor) -> Tensor:
+    """Thirty-two well-mixed bits for each int64, the same everywhere (the finalizer of a 32-bit hash, twice)."""
+    bits = numbers ^ (numbers >> 32)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        bits = bits & 0xFFFFFFFF
+        bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
+    return bits ^ (bits >> 16)
 
 
 @dataclass(frozen=True)

@@ -94,13 +94,16 @@ class Pruner:
         """Count the optimizer's own steps: a GradScaler may skip one without anybody being told."""
         this = weakref.ref(self)
 
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def before(optimizer: torch.optim.Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             if (pruner := this()) is not None and not was_skipped(optimizer):
-                pruner._facts.accumulate_movement()
+                # Hooks are handed step's own arguments, the optimizer itself among them.
+                closure = next((value for value in (*given, *named.values()) if callable(value)), None)
+                pruner._facts.accumulate_movement(closure)
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if (pruner := this()) is not None and not was_skipped(optimizer):
                 pruner._completed += 1
+                pruner._facts.stepped = True
 
         self._optimizer.register_step_post_hook(after)
         if "movement_sum" in self._facts.kept:
@@ -119,8 +122,7 @@ class Pruner:
         if now == last:
             return
         if last == 0:  # a score that cannot work here says so at the first step, not at the first update
-            for site in self._sites:
-                self._facts.of(site)
+            self._facts.check()
         end = getattr(self.schedule, "end", None)
         if now // self.every > last // self.every or (end is not None and last < end <= now):
             self._update(now)
@@ -144,7 +146,8 @@ class Pruner:
             counted = targets[number].piece.counted(self._peers)
             counts.append([int((~new).count_nonzero()), int((mask != new).count_nonzero())] if counted else [0, 0])
             mask.copy_(new)
-        self._gone, self._churn = self._peers.sum(torch.tensor(counts)).T.tolist()
+        totals = self._peers.totals([number for pair in counts for number in pair])
+        self._gone, self._churn = totals[::2], totals[1::2]
         self._cuts = [None if cut is None else cut.value for cut in chosen.cuts]
         self._asked = asked
         check_replicas(self._model, mask_ops.checksum(self._masks))
@@ -178,6 +181,11 @@ class Pruner:
         """Fraction of the prunable weights that is gone, over all processes."""
         return sum(self._gone) / sum(site.parameter.numel() for site in self._sites)
 
+    def __deepcopy__(self, memo: Any) -> Pruner:
+        raise StateError(
+            "A Pruner listens to its optimizer, so it cannot be copied. Build one and load_state_dict() it."
+        )
+
     def report(self) -> Report:
         """What was asked and what was achieved, tensor by tensor, and what it cost."""
         rows = [
@@ -206,20 +214,23 @@ class Pruner:
         Masks are packed to bits. For sharded parameters the entries are DTensors, sharded alike.
         """
         state = {
-            "steps": torch.tensor([self._completed, self._processed]),
-            "asked": torch.tensor(self._asked, dtype=torch.float64),
+            "steps": torch.tensor([self._completed, self._processed], device="cpu"),
+            "asked": torch.tensor(self._asked, dtype=torch.float64, device="cpu"),
         }
         for site, mask in zip(self._sites, self._masks, strict=True):
             state[f"mask.{site.name}"] = like(mask_ops.pack(mask), site.parameter)
+            state[f"shape.{site.name}"] = torch.tensor(site.parameter.shape, device="cpu")
             for fact, tensors in self._facts.kept.items():
-                state[f"{fact}.{site.name}"] = like(tensors[site.name].clone(), site.parameter)
+                state[f"{fact}.{site.name}"] = like(
+                    tensors[site.name].clone(memory_format=torch.contiguous_format), site.parameter
+                )
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up where a saved Pruner of this model stopped, at any world size. Nothing changes if it does not fit."""
         expected = self.state_dict()
-        _check_state(expected, state)
+        mask_ops.check_saved(expected, state)
         for number, site in enumerate(self._sites):
             packed = part_of(state[f"mask.{site.name}"], site.parameter)
             self._masks[number].copy_(mask_ops.unpack(packed, self._masks[number].shape))
@@ -229,17 +240,7 @@ class Pruner:
         self._asked = float(local(state["asked"]))
         counted = [self._peers.rank == 0 or is_sharded(site.parameter) for site in self._sites]
         gone = [int((~mask).count_nonzero()) * mine for mask, mine in zip(self._masks, counted, strict=True)]
-        self._gone = self._peers.sum(torch.tensor(gone)).tolist()
+        self._gone = self._peers.totals(gone)
+        self._churn, self._cuts, self.updates = [0] * len(gone), [None] * len(gone), []
+        self._facts.stepped = self._completed > 0
         self.apply()
-
-
-def _check_state(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    missing, extra = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
-    if missing or extra:
-        raise StateError(
-            f"The saved state is of another model or score: {len(missing)} entries missing ({', '.join(missing[:3])}),"
-            f" {len(extra)} not expected ({', '.join(extra[:3])})."
-        )
-    for name, tensor in expected.items():
-        if state[name].shape != tensor.shape:
-            raise StateError(f"Saved {name!r} has shape {tuple(state[name].shape)}, here it is {tuple(tensor.shape)}.")

@@ -114,10 +114,17 @@ def _parse_options(wanted: str, text: str) -> dict[str, Any]:
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         if isinstance(call, ast.Call) and not call.args:
-            return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError):
+            return {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, ZeroDivisionError):
         pass
-    raise ScoreError(f"Cannot read {wanted!r}. Write options as numbers: 'variance(q=0.375)'.")
+    raise ScoreError(f"Cannot read {wanted!r}. Write options as numbers: 'variance(q=3/8)'.")
+
+
+def _value(node: ast.expr) -> Any:
+    """A literal, or a fraction of two."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return ast.literal_eval(node.left) / ast.literal_eval(node.right)
+    return ast.literal_eval(node)
 
 
 def _origin(function: Callable[..., Tensor]) -> str:
@@ -125,16 +132,25 @@ def _origin(function: Callable[..., Tensor]) -> str:
 
 
 def _check_contract(entry: Score) -> None:
-    """Evaluate on eight made-up weights, whole and halved: a score that mixes elements or draws numbers shows here."""
+    """Evaluate on eight made-up weights, whole and in halves: a score that mixes elements, draws random numbers or
+    writes into what it is given shows here."""
     size = 8
-    facts: dict[str, Any] = {name: torch.linspace(0.1, 0.9, size) for name in entry.needs}
+    facts: dict[str, Any] = dict.fromkeys(entry.needs, torch.linspace(0.9, 0.1, size, device="cpu"))
     facts |= {name: value for name, value in SCALAR_FACTS.items() if name in facts}
+    signs = torch.tensor([1.0, -1.0], device="cpu").repeat(size // 2)
+    facts |= {name: facts[name] * signs for name in ("weight", "exp_avg") if name in facts}
     if "index" in facts:
-        facts["index"] = torch.arange(size)
-    first = {name: value[: size // 2] if isinstance(value, Tensor) else value for name, value in facts.items()}
+        facts["index"] = torch.arange(size, device="cpu")
+
+    def part(where: slice) -> dict[str, Any]:
+        return {name: v[where].clone() if isinstance(v, Tensor) else v for name, v in facts.items()}
+
+    given = part(slice(0, size))
     try:
-        whole, half = entry(**facts), entry(**first)
-        elementwise = whole.shape == (size,) and torch.equal(whole[: size // 2], half)
+        whole = entry(**given).clone()
+        halves = [entry(**part(half)) for half in (slice(0, size // 2), slice(size // 2, size))]
+        elementwise = whole.shape == (size,) and all(half.shape == (size // 2,) for half in halves)
+        elementwise = elementwise and torch.allclose(whole, torch.cat(halves), rtol=0, atol=0, equal_nan=True)
     except ScoreError:
         raise
     except Exception as error:
@@ -143,4 +159,8 @@ def _check_contract(entry: Score) -> None:
         raise ScoreError(
             f"Score {entry.name!r} must be elementwise and deterministic: one number per weight, from that weight's"
             " facts alone. It is evaluated in chunks, so sums or means over a tensor, or random draws, cannot work."
+        )
+    if any(isinstance(v, Tensor) and not torch.equal(v, given[name]) for name, v in facts.items()):
+        raise ScoreError(
+            f"Score {entry.name!r} writes into its arguments, which are the weights and moments themselves."
         )

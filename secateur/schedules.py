@@ -61,8 +61,8 @@ def check_sparsity(value: float) -> float:
 
 
 def _ramp(target: float, begin: int, end: int, curve: Callable[[float], float]) -> Ramp:
-    if begin < 0 or begin >= end:
-        raise ScheduleError(f"A ramp needs 0 <= begin < end, in optimizer steps; got begin={begin}, end={end}.")
+    if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin < end):
+        raise ScheduleError(f"A ramp needs 0 <= begin < end, whole optimizer steps; got begin={begin}, end={end}.")
     return Ramp(check_sparsity(target), begin, end, curve)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from secateur.errors import ScoreError
+from secateur.pieces import mixed
 from secateur.registry import score
 from secateur.registry import scores as scores
 
@@ -25,7 +26,8 @@ def power(value: Tensor, exponent: float) -> Tensor:
     """
     sixteenths = exponent * 16
     if not 0 < sixteenths <= 16 or sixteenths != int(sixteenths):
-        raise ScoreError(f"The exponent must be a multiple of 1/16 in (0, 1], got {exponent}. Nearest: 1/4 or 5/16.")
+        nearest = min(max(round(sixteenths), 1), 16)
+        raise ScoreError(f"The exponent must be a multiple of 1/16 in (0, 1], got {exponent}. Nearest: {nearest / 16}.")
     if sixteenths == 16:
         return value.clone()
     result, root, rest = None, value, int(sixteenths)
@@ -133,8 +135,4 @@ def wanda(weight: Tensor, input_norm: Tensor) -> Tensor:
 @score
 def random(index: Tensor, seed: int = 0) -> Tensor:
     """A hash of the weight's position in the model: uniform in [0, 1), the same on every device and world size"""
-    bits = (index ^ (index >> 32)) + 0x9E3779B9 * (seed + 1)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        bits = bits & 0xFFFFFFFF
-        bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
-    return ((bits ^ (bits >> 16)) >> 8).to(torch.float32) * 2.0**-24
+    return (mixed(index + 0x9E3779B97F4A7C * (seed + 1)) >> 8).to(torch.float32) * 2.0**-24

@@ -9,7 +9,7 @@ and a last pass applies it. Both ways give the same mask, the one a full stable 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ from secateur.pieces import (
     places_of,
     value_of,
 )
+from secateur.sampling import sampled_cut as sampled_cut
 from secateur.shards import ALONE, Peers
 
 Part = Iterable[tuple[Where, Tensor]]  # places and their keys, in flat order; may be walked through again
@@ -62,10 +63,11 @@ def locate(
     """
     while low < high:
         shift = max(0, (high - low).bit_length() - DIGIT)
-        counts = torch.zeros(2 + (1 << DIGIT), dtype=torch.int64)  # one bin at each end for what is out of range
+        bins = 2 + (1 << DIGIT)  # one at each end for what is out of range
+        counts = torch.zeros(bins, dtype=torch.int64, device="cpu")
         for keys in population():
             digits = ((keys.to(torch.int64) - low) >> shift).clamp_(-1, 1 << DIGIT).add_(1)
-            counts += torch.bincount(digits, minlength=counts.numel()).cpu()
+            counts += torch.bincount(digits, minlength=bins).cpu()
         upto = peers.sum(counts[1:-1]).cumsum(0)
         digit = int(torch.searchsorted(upto, rank))
         rank -= int(upto[digit - 1]) if digit else 0
@@ -75,27 +77,22 @@ def locate(
 
 def prune_exactly(pieces: Sequence[Piece], count: int, peers: Peers = ALONE) -> tuple[Cut | None, list[Tensor]]:
     """Flat bool masks (True = kept) with exactly `count` of the living weights gone, those of lowest score."""
-    here = sum(piece.living() for piece in pieces if piece.counted(peers))
-    living = int(peers.sum(torch.tensor([here])))
+    living = peers.totals([sum(piece.living() for piece in pieces if piece.counted(peers))])[0]
     count = min(max(count, 0), living)
     if count == 0:
         return None, [_everything(p) if p.alive is None else p.alive.clone() for p in pieces]
-    low, high = _bracket(pieces, count / living, peers)
+    bracket = _bracket(pieces, count / living, peers)
     swept: list[_Swept] = []
+    room = COLLECTED
     for piece in pieces:
-        swept.append(_sweep(piece, low, high, COLLECTED - sum(s.middle for s in swept)))
-    below, middle, overflow = _tally(pieces, swept, peers)
-    masks = [sweep.mask for sweep in swept]
-    parts = [sweep.collected for sweep in swept]
-    if count <= below:
-        low, high, rank = LOWEST_KEY, low - 1, count
-    elif count > below + middle:
-        low, high, rank = high + 1, HIGHEST_KEY, count - below - middle
-    else:
-        rank = count - below
-    if overflow or not below < count <= below + middle:
+        swept.append(_sweep(piece, *bracket, room))
+        room -= swept[-1].middle
+    below, middle, complete = _tally(pieces, swept, room, peers)
+    masks, parts = [sweep.mask for sweep in swept], [sweep.collected for sweep in swept]
+    if not (complete and below < count <= below + middle):
         swept.clear()  # frees what was collected
         parts = [_Stream(piece) for piece in pieces]
+    low, high, rank = _narrowed(bracket, count, below, middle)
     counted = [part for piece, part in zip(pieces, parts, strict=True) if piece.counted(peers)]
     key, ties = locate(lambda: (keys for part in counted for _, keys in part), rank, peers, low, high)
     equal = [sum(int((keys == key).count_nonzero()) for _, keys in part) for part in parts]
@@ -108,6 +105,16 @@ def _everything(piece: Piece) -> Tensor:
     return torch.ones(piece.numel, dtype=torch.bool, device=piece.device)
 
 
+def _narrowed(bracket: tuple[int, int], count: int, below: int, middle: int) -> tuple[int, int, int]:
+    """Where the cut must lie, given what is below and inside the bracket, and its rank there."""
+    low, high = bracket
+    if count <= below:
+        return LOWEST_KEY, low - 1, count
+    if count > below + middle:
+        return high + 1, HIGHEST_KEY, count - below - middle
+    return low, high, count - below
+
+
 def _bracket(pieces: Sequence[Piece], fraction: float, peers: Peers) -> tuple[int, int]:
     """Two keys that hold the cut between them, most likely; everything when all of it can be collected anyway."""
     total = sum(piece.total for piece in pieces)
@@ -115,9 +122,9 @@ def _bracket(pieces: Sequence[Piece], fraction: float, peers: Peers) -> tuple[in
         return LOWEST_KEY, HIGHEST_KEY
     to_collect_all = int(2 * (SIGMAS * total / COLLECTED) ** 2)
     wanted = min(max(int(SAMPLED * total), to_collect_all), SAMPLE_MAX)
-    nothing = torch.empty(0, dtype=torch.int32)
-    sample = torch.cat([nothing, *(_sample(piece, wanted / total).cpu() for piece in pieces if piece.counted(peers))])
-    size = int(peers.sum(torch.tensor([sample.numel()])))
+    samples = [_sample(piece, wanted / total).cpu() for piece in pieces if piece.counted(peers)]
+    sample = torch.cat([torch.empty(0, dtype=torch.int32, device="cpu"), *samples])
+    size = peers.totals([sample.numel()])[0]
     margin = SIGMAS * math.sqrt(size * fraction * (1 - fraction)) + 1
     first, last = math.floor(fraction * size - margin), math.ceil(fraction * size + margin)
     low = locate(lambda: [sample], first, peers)[0] if first > 0 else LOWEST_KEY
@@ -128,11 +135,10 @@ def _bracket(pieces: Sequence[Piece], fraction: float, peers: Peers) -> tuple[in
 def _sample(piece: Piece, share: float) -> Tensor:
     """Keys of about `share` of the piece, in short runs spread evenly with a fixed jitter: no random state is used."""
     runs = min(math.ceil(share * piece.numel / RUN), piece.numel // RUN)
-    if runs == 0:
-        return torch.empty(0, dtype=torch.int32)
-    number = torch.arange(runs, dtype=torch.float64)
-    spread = (number + (number * 0.6180339887498949) % 1.0) / runs * (piece.numel - RUN)
-    keys = piece.keys((spread.to(torch.int64)[:, None] + torch.arange(RUN)).flatten())
+    number = torch.arange(runs, dtype=torch.float64, device="cpu")
+    spread = (number + (number * 0.6180339887498949) % 1.0) / max(1, runs) * (piece.numel - RUN)
+    where = (spread.to(torch.int64)[:, None] + torch.arange(RUN, device="cpu")).flatten()
+    keys = torch.cat([piece.keys(part) for part in where.split(CHUNK // 4)])
     return keys[(keys >= LOWEST_KEY) & (keys <= HIGHEST_KEY)]
 
 
@@ -178,14 +184,13 @@ def _sweep(piece: Piece, low: int, high: int, room: int) -> _Swept:
     return _Swept(mask, below, middle, spoiled, collected)
 
 
-def _tally(pieces: Sequence[Piece], swept: Sequence[_Swept], peers: Peers) -> tuple[int, int, bool]:
-    """Below, inside and whether any peer ran out of room, over all peers. NaN raises on every one of them alike."""
+def _tally(pieces: Sequence[Piece], swept: Sequence[_Swept], room: int, peers: Peers) -> tuple[int, int, bool]:
+    """Below, inside, and whether every peer had room, over all peers. NaN raises on every one of them alike."""
     counted = [sweep for piece, sweep in zip(pieces, swept, strict=True) if piece.counted(peers)]
-    here = [sum(s.below for s in counted), sum(s.middle for s in counted)]
-    here.append(int(sum(s.middle for s in swept) > COLLECTED))
-    totals = peers.sum(torch.tensor(here + [s.spoiled for s in swept])).tolist()
+    here = [sum(s.below for s in counted), sum(s.middle for s in counted), int(room < 0)]
+    totals = peers.totals(here + [s.spoiled for s in swept])
     refuse_nan([piece.name for piece in pieces], totals[3:])
-    return totals[0], totals[1], bool(totals[2])
+    return totals[0], totals[1], totals[2] == 0
 
 
 def refuse_nan(names: Sequence[str], counts: Sequence[int]) -> None:
@@ -201,7 +206,7 @@ def refuse_nan(names: Sequence[str], counts: Sequence[int]) -> None:
 def _quotas(pieces: Sequence[Piece], equal: Sequence[int], ties: int, peers: Peers) -> list[int]:
     """How many of the scores equal to the cut each piece here gives up, taking them in (tensor, rank) order."""
     columns = [0 if piece.replicated else peers.rank for piece in pieces]
-    table = torch.zeros(len(pieces), peers.size, dtype=torch.int64)
+    table = torch.zeros(len(pieces), peers.size, dtype=torch.int64, device="cpu")
     for row, (piece, column) in enumerate(zip(pieces, columns, strict=True)):
         table[row, column] = equal[row] if piece.counted(peers) else 0
     table = peers.sum(table)
@@ -218,37 +223,3 @@ def _settle(mask: Tensor, part: Part, key: int, quota: int) -> None:
         kept[equal[quota:]] = True
         quota = max(0, quota - equal.numel())
         mask[where] = kept
-
-
-def sampled_cut(
-    scores: Mapping[str, Tensor],
-    sparsity: float,
-    *,
-    fraction: float | None = None,
-    per_tensor: bool = False,
-    seed: int = 0,
-) -> float:
-    """The approximate threshold AdamWPrune used, for comparison: the k-th value of a sample drawn with replacement.
-
-    `per_tensor` draws the same fraction (1 %) of each tensor, otherwise 2 % of all together. Prune `score <= cut`.
-    The count it prunes is off by what the sample happened to hold; docs/why-exact.md has figures.
-    """
-    flat = [tensor.flatten() for tensor in scores.values()]
-    total = sum(tensor.numel() for tensor in flat)
-    share = fraction if fraction is not None else 0.01 if per_tensor else 0.02
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(limit: int) -> Tensor:
-        return torch.randint(0, limit, (max(1, int(limit * share)),), generator=generator)
-
-    if per_tensor:
-        drawn = torch.cat([tensor[draw(tensor.numel()).to(tensor.device)] for tensor in flat])
-    else:
-        where, parts = draw(total), []
-        for tensor in flat:
-            mine = where[(where >= 0) & (where < tensor.numel())]
-            parts.append(tensor[mine.to(tensor.device)])
-            where = where - tensor.numel()
-        drawn = torch.cat(parts)
-    rank = max(1, int(int(sparsity * total) * drawn.numel() / total))
-    return float(drawn.float().kthvalue(rank).values)

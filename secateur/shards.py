@@ -6,7 +6,7 @@ The only module that knows torch.distributed. Alone, the shard is the tensor and
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,10 @@ class Peers:
         dist.all_reduce(total, group=self._group)
         self.bytes_sent += total.nbytes
         return total.to(counts.device)
+
+    def totals(self, counts: Sequence[int]) -> list[int]:
+        """The same for plain numbers."""
+        return self.sum(torch.tensor(counts, dtype=torch.int64, device="cpu")).tolist()
 
 
 ALONE = Peers()
@@ -143,6 +147,10 @@ def part_of(saved: Tensor, tensor: Tensor) -> Tensor:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside DistributedDataParallel and torch.compile, whose wrappers prefix every name."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ShardError(
+            "FullyShardedDataParallel flattens weights away. Shard with torch's fully_shard (FSDP2) instead."
+        )
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
@@ -167,9 +175,8 @@ def check_replicas(model: nn.Module, checksum: int) -> None:
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return
     peers = Peers(model.process_group, next(model.parameters()).device.type)
-    table = torch.zeros(peers.size, dtype=torch.int64)
-    table[peers.rank] = checksum
-    if peers.sum(table).unique().numel() > 1:
+    mine = [checksum if rank == peers.rank else 0 for rank in range(peers.size)]
+    if len(set(peers.totals(mine))) > 1:
         raise ShardError(
             "Ranks of DistributedDataParallel came to different masks, so their weights or optimizer states differ."
             " Load the same checkpoint on every rank, and let only DDP change gradients."

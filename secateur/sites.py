@@ -5,30 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
 from secateur.errors import SiteError
 from secateur.tiles import Layout
 
-# Names by which models call the layer that makes their output; it is left dense unless `only` names it.
-HEADS = (
-    "*lm_head",
-    "*embed_out",
-    "head",
-    "*.head",
-    "classifier",
-    "*.classifier",
-    "score",
-    "*.score",
-    "fc",
-    "output",
-)
+# Names by which models call the layer that makes their output; it is left dense unless `only` names it. So is the last
+# layer inside a container of one of the second names.
+HEADS = ("*lm_head", "*embed_out", "*qa_outputs", "head", "*.head", "score", "*.score", "fc", "output")
+HEAD_CONTAINERS = ("head", "heads", "classifier")
+ROUTERS = ("*.router", "*.gate")
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # put into names by torch.compile and checkpointing of parts
 
 VECTOR = "bias, norm or vector"
 
 Globs = str | Sequence[str]
+Use = tuple[str, nn.Module, nn.Parameter]  # a parameter under one of its names, and the module it belongs to there
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,25 +44,29 @@ class LeftOut:
     reason: str
 
 
-def find_sites(model: nn.Module, skip: Globs = (), only: Globs | None = None) -> tuple[list[Site], list[LeftOut]]:
+def find_sites(
+    model: nn.Module, skip: Globs | None = (), only: Globs | None = None
+) -> tuple[list[Site], list[LeftOut]]:
     """Every parameter of the model, once: as a site, or left out with the reason.
 
     `skip` and `only` are glob patterns for parameter or module names. Heads and embeddings are left out unless `only`
     matches them (an embedding only where it is tied to a layer that can be pruned).
     """
     skip, only = _globs(skip), None if only is None else _globs(only)
-    named: dict[int, list[tuple[str, nn.Module, nn.Parameter]]] = {}
-    for module_name, module in model.named_modules():
+    named: dict[int, list[Use]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{module_name}.{leaf}" if module_name else leaf
+            for wrapper in WRAPPERS:
+                name = name.replace(wrapper, "")
             named.setdefault(id(parameter), []).append((name, module, parameter))
     _check_globs([name for uses in named.values() for name, _, _ in uses], (*skip, *(only or ())))
-    output = _output_layer(model)
+    heads = _heads(model, named.values())
     sites: list[Site] = []
     left_out: list[LeftOut] = []
     start = 0
     for uses in named.values():
-        found = _judge(uses, skip, only, output)
+        found = _judge(uses, skip, only, heads)
         if isinstance(found, Site):
             sites.append(replace(found, start=start))
             start += found.parameter.numel()
@@ -78,9 +75,7 @@ def find_sites(model: nn.Module, skip: Globs = (), only: Globs | None = None) ->
     return sites, left_out
 
 
-def _judge(
-    uses: Sequence[tuple[str, nn.Module, nn.Parameter]], skip: Sequence[str], only: Sequence[str] | None, output: Any
-) -> Site | LeftOut:
+def _judge(uses: Sequence[Use], skip: Sequence[str], only: Sequence[str] | None, heads: set[str]) -> Site | LeftOut:
     """One parameter, under all the names it goes by."""
     names = [name for name, _, _ in uses]
     parameter = uses[0][2]
@@ -94,19 +89,30 @@ def _judge(
     if not prunable:
         embedding = any(isinstance(module, nn.Embedding) for _, module, _ in uses)
         return out("embedding" if embedding else VECTOR if parameter.ndim < 2 else "not a kind of weight we prune")
-    name, layout = prunable[0]
+    if not parameter.numel():
+        return out("empty")
     if not parameter.requires_grad:
         return out("frozen (requires_grad is False)")
     if any(_matches(n, skip) for n in names):
         return out("skipped by name")
-    if only is not None:
-        if not any(_matches(n, only) for n in names):
-            return out("not named by only")
-    elif len(prunable) < len(uses) and any(isinstance(module, nn.Embedding) for _, module, _ in uses):
-        return out("embedding")
-    elif any(module is output for _, module, _ in uses) or any(_matches(n, HEADS) for n in names):
-        return out("head (only=... prunes it)")
-    return Site(name, parameter, layout, tuple(n for n in names if n != name))
+    reason = _left_by_default(uses, heads) if only is None else None
+    if only is not None and not any(_matches(n, only) for n in names):
+        reason = "not named by only"
+    name, layout = prunable[0]
+    return out(reason) if reason else Site(name, parameter, layout, tuple(n for n in names if n != name))
+
+
+def _left_by_default(uses: Sequence[Use], heads: set[str]) -> str | None:
+    """Why a weight that could be pruned is left alone unless it is asked for by name."""
+    if any(isinstance(module, nn.Embedding) for _, module, _ in uses):
+        return "embedding"
+    if not heads.isdisjoint(name for name, _, _ in uses):
+        return "head (only=... prunes it)"
+    # A gate with as many outputs as inputs is half of a gated network; one with few chooses experts.
+    name, _, parameter = uses[0]
+    if _is_called(name, ROUTERS) and parameter.shape[0] * 4 <= parameter.shape[-1]:
+        return "router (only=... prunes it)"
+    return None
 
 
 def _layout(name: str, module: nn.Module, parameter: nn.Parameter) -> Layout | None:
@@ -114,35 +120,67 @@ def _layout(name: str, module: nn.Module, parameter: nn.Parameter) -> Layout | N
     leaf = name.rpartition(".")[2]
     if leaf == "weight" and isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return Layout()
-    # transformers' Conv1D is a Linear stored [inputs, outputs]; fully_shard derives a class from it.
-    if leaf == "weight" and parameter.ndim == 2 and any(kind.__name__ == "Conv1D" for kind in type(module).__mro__):
+    if parameter.is_complex():
+        return None
+    if leaf == "weight" and parameter.ndim == 2 and "Conv1D" in _kinds(module):  # transformers': [inputs, outputs]
         return Layout(rows=(1,), inputs=0)
-    stacked = parameter.ndim == 3 and min(parameter.shape) > 1 and not any(w in name for w in ("embed", "pos", "token"))
-    if stacked and not isinstance(module, nn.modules.conv._ConvNd):
-        # Experts of a mixture, [experts, outputs, inputs]; transformers marks those stored the other way round.
-        return (
-            Layout(rows=(0, 2), inputs=1) if getattr(module, "is_transposed", False) else Layout(rows=(0, 1), inputs=2)
-        )
+    if isinstance(module, nn.MultiheadAttention) and leaf.endswith("proj_weight"):
+        return Layout()
+    if _stacks_experts(leaf, module, parameter):
+        # [experts, outputs, inputs]; transformers marks most of those it stores the other way round.
+        turned = getattr(module, "is_transposed", False) or _kinds(module) & {"Llama4TextExperts"}
+        return Layout(rows=(0, 2), inputs=1) if turned else Layout(rows=(0, 1), inputs=2)
     return None
 
 
-def _output_layer(model: nn.Module) -> Any:
+def _stacks_experts(leaf: str, module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether this is the weight of several experts in one: three dimensions, and not known to be anything else."""
+    other = isinstance(module, nn.modules.conv._ConvNd | nn.Bilinear | nn.utils.parametrize.ParametrizationList)
+    table = not {"embed", "embedding", "embeddings", "pos", "position", "token"}.isdisjoint(leaf.split("_"))
+    return parameter.ndim == 3 and min(parameter.shape) > 1 and not other and not table
+
+
+def _kinds(module: nn.Module) -> set[str]:
+    """Names of the module's class and those it derives from: fully_shard puts a class of its own in front."""
+    return {kind.__name__ for kind in type(module).__mro__}
+
+
+def _heads(model: nn.Module, named: Iterable[Sequence[Use]]) -> set[str]:
+    """Names of the weights that make the output: by their own name, by the container's, or as the model tells."""
     ask = getattr(model, "get_output_embeddings", None)
     try:
-        return ask() if callable(ask) else None
+        told = ask() if callable(ask) else None
     except Exception:  # a foreign model's own method; without its answer we still know heads by name
-        return None
+        told = None
+    heads: set[str] = set()
+    last: dict[str, str] = {}
+    for name, module, parameter in (use for uses in named for use in uses):
+        if module is told or _is_called(name, HEADS):
+            heads.add(name)
+        elif _layout(name, module, parameter) is not None:
+            parts = name.split(".")[:-1]
+            places = [place for place, part in enumerate(parts) if part in HEAD_CONTAINERS]
+            last |= {".".join(parts[: place + 1]): name for place in places}
+    return heads | set(last.values())
 
 
-def _globs(patterns: Globs) -> tuple[str, ...]:
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+def _globs(patterns: Globs | None) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, glob) or fnmatchcase(name.rpartition(".")[0], glob) for glob in patterns)
+    """Whether a pattern fits the parameter's name or that of any module around it."""
+    parts = name.split(".")
+    around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return any(fnmatchcase(part, glob) for glob in patterns for part in around)
+
+
+def _is_called(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern fits the name of the very module the parameter belongs to."""
+    return any(fnmatchcase(name.rpartition(".")[0], glob) for glob in patterns)
 
 
 def _check_globs(names: Sequence[str], patterns: Iterable[str]) -> None:
-    for glob in patterns:
+    for glob in patterns if names else ():
         if not any(_matches(name, [glob]) for name in names):
             raise SiteError(f"No parameter or module matches {glob!r}. Names look like {names[0]!r} and {names[-1]!r}.")

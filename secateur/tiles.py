@@ -40,6 +40,8 @@ def parse_pattern(text: str | None) -> Pattern | None:
     """ "2:4" or "block:16x16" read into a Pattern; None stays None."""
     if text is None:
         return None
+    if not isinstance(text, str):
+        raise PatternError(f'A pattern is a string such as "2:4"; got {text!r}.')
     if found := re.fullmatch(r"(\d+):(\d+)", text):
         kept, group = int(found[1]), int(found[2])
         if 0 < kept < group:
@@ -81,22 +83,30 @@ class Tiling:
         first, end = (0, self.count) if tiles is None else (tiles.start, tiles.stop)
         yield from (slice(start, min(start + step, end)) for start in range(first, end, step))
 
+    @property
+    def solid(self) -> bool:
+        """Whether a tile is one unbroken stretch of memory; then tiles follow each other without a gap."""
+        broken = [dim for dim, (size, tile) in enumerate(zip(self.shape, self.tile, strict=True)) if tile != size]
+        return all(tile == 1 for tile in self.tile[: broken[-1]]) if broken else True
+
     def members(self, tiles: Where, places: Where | None = None) -> Where:
-        """Flat indices of the places (all, unless told) of these tiles, tile by tile; a slice when contiguous."""
+        """Flat indices of these tiles, tile by tile; or of some places in one tile. A slice when contiguous."""
+        if self.solid and isinstance(tiles, slice) and not isinstance(places, Tensor):
+            first = tiles.start * self.size
+            return (
+                slice(first, tiles.stop * self.size)
+                if places is None
+                else slice(first + places.start, first + places.stop)
+            )
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         corner_strides = [t * s for t, s in zip(self.tile, strides, strict=True)]
         corners = _offsets(_numbers(tiles), self.grid, corner_strides)
         inside = _offsets(_numbers(slice(0, self.size) if places is None else places), self.tile, strides)
-        length = inside.numel()
-        solid = not isinstance(places, Tensor) and int(inside[-1] - inside[0]) == length - 1
-        if isinstance(tiles, slice) and solid and int(corners[-1] - corners[0]) == length * (corners.numel() - 1):
-            first = int(corners[0] + inside[0])
-            return slice(first, first + length * corners.numel())
         return (corners[:, None] + inside.to(corners.device)).flatten()
 
 
 def _numbers(where: Where) -> Tensor:
-    return torch.arange(where.start, where.stop) if isinstance(where, slice) else where
+    return torch.arange(where.start, where.stop, device="cpu") if isinstance(where, slice) else where
 
 
 def _offsets(numbers: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
@@ -124,3 +134,12 @@ def tile_of(
             f" {pattern.rows} and its inputs by {pattern.inputs}. Leave it out with skip={name!r}."
         )
     return tuple(tile)
+
+
+def pairwise_sum(rows: Tensor) -> Tensor:
+    """Sum of each row by halving: each addition is elementwise, so the bits do not depend on the number of rows."""
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        summed = rows[:, :half] + rows[:, half : 2 * half]
+        rows = torch.cat((summed, rows[:, 2 * half :]), dim=1) if rows.shape[1] % 2 else summed
+    return rows[:, 0]

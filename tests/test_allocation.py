@@ -10,7 +10,7 @@ from torch import Tensor
 
 from secateur import allocation
 from secateur.allocation import ALLOCATIONS, spread
-from secateur.errors import PatternError
+from secateur.errors import PatternError, ScoreError
 from secateur.patterns import Target, choose
 from secateur.pieces import Piece
 from secateur.shards import ALONE
@@ -126,3 +126,10 @@ def test_spread_is_exact_inside_its_bounds(parts: list[tuple[float, int, int]], 
 def test_an_unknown_allocation_is_refused() -> None:
     with pytest.raises(PatternError, match="No allocation 'evenly'"):
         allocation.allocate("evenly", [], [], [], 0.5, ALONE)
+
+
+def test_lamp_calls_nan_by_its_name() -> None:
+    scores = torch.ones(4, 4)
+    scores[0, 0] = -torch.nan
+    with pytest.raises(ScoreError, match="NaN scores in 'w'"):
+        gone("lamp", 0.5, [scores])

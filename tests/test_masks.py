@@ -38,3 +38,13 @@ def test_checksums_tell_masks_apart() -> None:
     assert checksum([mask, mask]) == checksum([mask.clone(), mask.clone()])
     assert checksum([mask, ~mask]) != checksum([~mask, mask])
     assert checksum([mask]) != checksum([moved])
+
+
+def test_checksums_are_not_fooled_by_sums_of_positions() -> None:
+    assert checksum([torch.tensor([False, True, True, False])]) != checksum([torch.tensor([True, False, False, True])])
+
+
+def test_infinities_are_zeroed_too() -> None:
+    tensor = torch.tensor([torch.inf, -torch.inf, torch.nan, -1.0])
+    apply([tensor], [torch.zeros(4, dtype=torch.bool)])
+    assert torch.equal(tensor.view(torch.int32), torch.zeros(4, dtype=torch.int32))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import secateur as sc
 from secateur import patterns, pieces, selection, tiles
-from secateur.errors import PatternError
+from secateur.errors import PatternError, ScoreError
 from secateur.patterns import Target, choose
 from secateur.pieces import Piece, flat_part
 from secateur.tiles import Layout, Tiling, parse_pattern
@@ -121,8 +121,8 @@ def test_blocks_count_the_living_only() -> None:
 
 def test_block_sums_do_not_depend_on_how_many_there_are() -> None:
     rows = torch.randn(1000, 37)
-    whole = patterns.pairwise_sum(rows)
-    assert torch.equal(whole, torch.cat([patterns.pairwise_sum(part) for part in rows.split([1, 6, 993])]))
+    whole = tiles.pairwise_sum(rows)
+    assert torch.equal(whole, torch.cat([tiles.pairwise_sum(part) for part in rows.split([1, 6, 993])]))
     torch.testing.assert_close(whole, rows.sum(1))
 
 
@@ -181,3 +181,31 @@ def test_scratch_stays_bounded() -> None:
         assert peak > masks_bytes  # the profiler saw the masks, so it would see more
         assert peak - masks_bytes < 32 * 2**20, options
     assert selection.COLLECTED * 12 < 32 * 2**20
+
+
+def test_alive_may_be_a_view_but_not_of_something_else() -> None:
+    scores = {"a": torch.arange(16.0).view(4, 4)}
+    assert int(sc.select(scores, 0.5, alive={"a": torch.tensor(True).expand(4, 4)})["a"].sum()) == 8
+    turned = torch.arange(16).view(4, 4).t() > 7
+    assert int(sc.select(scores, 0.5, alive={"a": turned})["a"].sum()) == 8
+    with pytest.raises(PatternError, match="alive names 'b', which scores do not have"):
+        sc.select(scores, 0.5, alive={"b": turned})
+
+
+def test_nan_in_a_long_row_is_named_like_any_other() -> None:
+    scores = torch.ones(2, 500)
+    scores[1, 3] = torch.nan
+    patches = [mock.patch.object(module, "CHUNK", 64) for module in (pieces, patterns, tiles)]
+    with patches[0], patches[1], patches[2], pytest.raises(ScoreError, match=r"NaN scores in 'w' \(1\)"):
+        sc.select({"w": scores}, 0.5, scope="row")
+
+
+def test_another_default_device_changes_nothing() -> None:
+    """Helpers are made on the CPU on purpose: a default device must not pull them away from the scores."""
+    scores = {"a": torch.randn(1000, 1000), "b": torch.randn(64, 64)}
+    expected = sc.select(scores, 0.5)
+    with torch.device("meta"):
+        found = sc.select(scores, 0.5)
+        sc.select(scores, None, pattern="2:4")
+        sc.select(scores, 0.5, scope="row")
+    assert all(torch.equal(found[name], expected[name]) for name in scores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -269,9 +270,106 @@ def test_a_state_of_another_model_changes_nothing(block: Block) -> None:
     masks = {name: mask.clone() for name, mask in pruner.masks.items()}
     other = Block(width=24)
     stranger = sc.Pruner(other, torch.optim.AdamW(other.parameters())).state_dict()
-    with pytest.raises(StateError, match=r"Saved 'mask.up.weight' has shape \(96, 3\), here it is \(64, 2\)"):
+    with pytest.raises(
+        StateError, match=r"'mask.up.weight' is torch.uint8 \(96, 3\); this model needs torch.uint8 \(64, 2\)"
+    ):
         pruner.load_state_dict(stranger)
+    nearly = pruner.state_dict()
+    nearly["shape.up.weight"] = torch.tensor([64, 15])  # packs into as many bytes
+    with pytest.raises(StateError, match=r"'shape.up.weight' is \[64, 15\]; in this model it is \[64, 16\]"):
+        pruner.load_state_dict(nearly)
+    with pytest.raises(StateError, match="'mask.up.weight' is list"):
+        pruner.load_state_dict({**pruner.state_dict(), "mask.up.weight": [1]})
     del stranger["mask.up.weight"]
     with pytest.raises(StateError, match=r"1 entries missing \(mask.up.weight\)"):
         pruner.load_state_dict(stranger)
     assert all(torch.equal(mask, masks[name]) for name, mask in pruner.masks.items())
+
+
+def test_an_overflowing_moment_does_not_become_nan(block: Block) -> None:
+    """A gradient of 1e22 makes Adam's second moment infinite; infinity times a mask of zero would be NaN."""
+    layer = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.Adam(layer.parameters())
+    pruner = sc.Pruner(layer, optimizer, score="magnitude", sparsity=0.5, every=1)
+    for scale in (1.0, 1e22, 1.0):
+        layer.weight.grad = torch.full((4, 4), scale)
+        optimizer.step()
+        pruner.step()
+    assert not bool(layer.weight.isnan().any())
+    pruned_state_is_zero(pruner, layer, optimizer)
+
+
+def test_movement_refuses_closures_and_follows_maximize() -> None:
+    sums = []
+    for maximize in (False, True):
+        layer = nn.Linear(2, 2, bias=False)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, maximize=maximize)
+        pruner = sc.Pruner(layer, optimizer, score="movement", every=1)
+        with torch.no_grad():
+            layer.weight.fill_(1.0)
+        layer.weight.grad = torch.ones(2, 2)
+        optimizer.step()
+        sums.append(float(pruner.state_dict()["movement_sum.weight"][0, 0]))
+    assert sums == [-1.0, 1.0]  # the second run moved the weight away from zero
+    with pytest.raises(sc.SecateurError, match="a closure makes them inside it"):
+        optimizer.step(lambda: 0.0)
+
+
+def test_integer_state_of_the_weights_shape_is_not_touched() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    pruner = sc.Pruner(layer, optimizer, score="magnitude", every=1)
+    layer.weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    optimizer.state[layer.weight]["codes"] = torch.full((4, 4), 127, dtype=torch.uint8)
+    pruner.step()
+    assert bool((optimizer.state[layer.weight]["codes"] == 127).all())
+    pruned = ~pruner.masks["weight"]
+    assert bool((optimizer.state[layer.weight]["momentum_buffer"][pruned] == 0).all())
+
+
+def test_an_expert_may_wait_for_its_first_gradient() -> None:
+    experts = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
+    optimizer = torch.optim.AdamW(experts.parameters())
+    pruner = sc.Pruner(experts, optimizer, sparsity=0.5, every=3)
+    for routed in (0, 1, 2):
+        optimizer.zero_grad()
+        experts[routed](torch.randn(2, 4)).square().sum().backward()
+        optimizer.step()
+        pruner.step()
+    assert pruner.sparsity == 0.5
+
+
+def test_plain_sgd_is_told_that_it_keeps_nothing(block: Block) -> None:
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    pruner = sc.Pruner(block, optimizer)
+    with pytest.raises(sc.SecateurError, match="SGD keeps nothing shaped like the weights. Scores that work here"):
+        train(block, optimizer, 1, pruner.step)
+
+
+def test_a_pruner_cannot_be_copied(block: Block) -> None:
+    pruner = sc.Pruner(block, torch.optim.AdamW(block.parameters()))
+    with pytest.raises(StateError, match="listens to its optimizer"):
+        copy.deepcopy(pruner)
+
+
+def test_loading_forgets_what_the_old_run_did(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, every=1)
+    start = pruner.state_dict()
+    train(block, optimizer, 2, pruner.step)
+    pruner.load_state_dict(start)
+    report = pruner.report()
+    assert (report.step, report.pruned, report.updates) == (0, 0, ())
+    assert all(row.cut is None and row.churn == 0 for row in report.tensors)
+
+
+def test_loaded_groups_are_read_anew(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters(), betas=(0.5, 0.9))
+    pruner = sc.Pruner(block, optimizer, score="bitter8")
+    train(block, optimizer, 1)
+    before = pruner.pieces()[0].score(slice(0, 9))
+    state = optimizer.state_dict()
+    state["param_groups"][0]["betas"] = (0.9, 0.9)
+    optimizer.load_state_dict(state)
+    assert not torch.equal(pruner.pieces()[0].score(slice(0, 9)), before)

@@ -71,6 +71,14 @@ def test_state_is_tensors_only_and_survives_safetensors(block: Block, tmp_path: 
     assert packed == pruner.report().packed_mask_bytes == 2048 // 8
 
 
+def test_channels_last_facts_are_saved_contiguous(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    layer = torch.nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    pruner = sc.Pruner(layer, torch.optim.AdamW(layer.parameters()), score="displacement", only="*")
+    safetensors.save_file(pruner.state_dict(), tmp_path / "pruner.safetensors")
+    pruner.load_state_dict(safetensors.load_file(tmp_path / "pruner.safetensors"))
+
+
 def test_loading_zeroes_what_the_masks_say(block: Block) -> None:
     optimizer = torch.optim.AdamW(block.parameters())
     pruner = sc.Pruner(block, optimizer, sparsity=0.5, every=1)

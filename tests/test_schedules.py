@@ -25,10 +25,12 @@ def test_constant() -> None:
     assert [sc.constant(0.3)(step) for step in (0, 5)] == [0.3, 0.3]
 
 
-@pytest.mark.parametrize(("begin", "end"), [(10, 10), (20, 10), (-1, 10)])
-def test_a_ramp_must_end_after_it_begins(begin: int, end: int) -> None:
+@pytest.mark.parametrize(("begin", "end"), [(10, 10), (20, 10), (-1, 10), (0.1, 0.8)])
+def test_a_ramp_must_end_after_it_begins(begin: float, end: float) -> None:
     for ramp in (sc.linear, sc.cubic, sc.late_cubic):
-        with pytest.raises(ScheduleError, match=rf"0 <= begin < end, in optimizer steps; got begin={begin}, end={end}"):
+        with pytest.raises(
+            ScheduleError, match=rf"0 <= begin < end, whole optimizer steps; got begin={begin}, end={end}"
+        ):
             ramp(0.5, begin=begin, end=end)
 
 

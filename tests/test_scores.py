@@ -199,6 +199,7 @@ def test_options_in_the_name() -> None:
     facts = {"weight": torch.tensor([2.0]), "exp_avg_sq": torch.tensor([16.0])}
     assert float(resolve("variance(q=0.5)")(**facts)) == 8.0
     assert str(resolve("variance(q=0.5)")) == "variance(q=0.5)"
+    assert resolve("variance(q=3/8)").options == {"q": 0.375}
     with pytest.raises(ScoreError, match=r"no option 'power'. Its options: q=0.25"):
         resolve("variance(power=1)")
     with pytest.raises(ScoreError, match=r"multiple of 1/16"):
@@ -259,7 +260,18 @@ def test_scores_that_break_the_contract_are_refused(table: dict[str, registry.Sc
     def rows_please(weight: Tensor) -> Tensor:
         return weight.norm(dim=1)
 
-    for function in (whole_tensor, drawn, one_number):
+    def prefix(weight: Tensor) -> Tensor:
+        return weight.cumsum(0)
+
+    def relative(weight: Tensor) -> Tensor:
+        return weight / weight[0]
+
+    def writes(weight: Tensor) -> Tensor:
+        return weight.abs_()
+
+    with pytest.raises(ScoreError, match="'writes' writes into its arguments"):
+        sc.score(writes)
+    for function in (whole_tensor, drawn, one_number, prefix, relative):
         with pytest.raises(ScoreError, match="must be elementwise and deterministic"):
             sc.score(function)
     with pytest.raises(ScoreError, match="failed on flat tensors of 8"):

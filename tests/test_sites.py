@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -143,8 +144,80 @@ def test_a_stateless_site_is_named(block: Block) -> None:
 
     model = Unused()
     optimizer = torch.optim.AdamW(model.parameters())
-    pruner = sc.Pruner(model, optimizer)
+    pruner = sc.Pruner(model, optimizer, every=1)
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
     with pytest.raises(sc.SecateurError, match="no state for 'unused.weight', which has had no gradient yet"):
         pruner.step()
+
+
+def test_what_only_looks_like_experts() -> None:
+    class Stack(nn.Module):
+        def __init__(self, leaf: str) -> None:
+            super().__init__()
+            self.register_parameter(leaf, nn.Parameter(torch.randn(3, 4, 5)))
+
+    class Llama4TextExperts(Stack):
+        pass
+
+    model = nn.ModuleDict(
+        {
+            "normed": nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 8, 3)),
+            "bilinear": nn.Bilinear(3, 4, 5),
+            "composer": Stack("w"),
+            "table": Stack("pos_embed"),
+            "llama": Llama4TextExperts("gate_up_proj"),
+        }
+    )
+    sites, _ = find_sites(model)
+    assert {site.name: site.layout for site in sites} == {
+        "composer.w": Layout(rows=(0, 1), inputs=2),
+        "llama.gate_up_proj": Layout(rows=(0, 2), inputs=1),
+    }
+
+
+def test_heads_and_routers_by_the_company_they_keep() -> None:
+    def linear(outputs: int = 8) -> nn.Linear:
+        return nn.Linear(8, outputs)
+
+    model = nn.ModuleDict(
+        {
+            "classifier": nn.Sequential(linear(), nn.ReLU(), linear()),
+            "qa_outputs": linear(),
+            "mixture": nn.ModuleDict(
+                {"router": linear(2), "gate": linear(8), "attention": nn.MultiheadAttention(8, 2)}
+            ),
+        }
+    )
+    found = reasons(model)
+    assert found["classifier.0.weight"] == "site"
+    assert found["classifier.2.weight"] == found["qa_outputs.weight"] == "head (only=... prunes it)"
+    assert found["mixture.router.weight"] == "router (only=... prunes it)"
+    assert found["mixture.gate.weight"] == found["mixture.attention.in_proj_weight"] == "site"
+
+
+def test_names_of_containers_and_of_wrapped_parts() -> None:
+    model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend="eager"))})
+    model["shared"] = model["encoder"][0]
+    sites, _ = find_sites(model)
+    assert {site.name: site.tied for site in sites} == {
+        "encoder.0.weight": ("shared.weight",),
+        "encoder.1.weight": (),
+    }
+    assert reasons(model, skip="encoder")["encoder.1.weight"] == "skipped by name"
+    assert reasons(model, skip="shared")["encoder.0.weight"].startswith("skipped by name")
+    assert reasons(model, skip=None)["encoder.1.weight"] == "site"
+
+
+def test_empty_weights_and_flattened_ones_are_told_apart() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns when it initialises nothing
+        model = nn.Sequential(nn.Linear(4, 0), nn.Linear(4, 4))
+    assert reasons(model)["0.weight"] == "empty"
+
+    class FullyShardedDataParallel(nn.Module):
+        pass
+
+    model.append(FullyShardedDataParallel())
+    with pytest.raises(sc.SecateurError, match="Shard with torch's fully_shard"):
+        sc.Pruner(model, torch.optim.AdamW(model.parameters()))
