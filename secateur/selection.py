@@ -38,7 +38,7 @@ COLLECTED = 1 << 20  # scores that may be collected inside the bracket, 12 bytes
 SAMPLED = 1 / 200  # share of the scores that is sampled: balances its cost against that of a wide bracket
 SAMPLE_MAX = 1 << 20
 RUN = 16  # neighbours sampled together: one cache line costs as much as one number
-SIGMAS = 4  # half-width of the bracket, in standard deviations of the sampled rank
+SIGMAS = 3  # half-width of the bracket, in standard deviations of the sampled rank
 DIGIT = 11  # bits of the key resolved by one histogram: 16 KiB of int64 counts
 
 
@@ -83,9 +83,10 @@ def prune_exactly(pieces: Sequence[Piece], count: int, peers: Peers = ALONE) -> 
         return None, [_everything(p) if p.alive is None else p.alive.clone() for p in pieces]
     bracket = _bracket(pieces, count / living, peers)
     swept: list[_Swept] = []
-    room = COLLECTED
+    room, ends = COLLECTED, (value_of(bracket[0]), value_of(bracket[1]))
+    buffers: dict[torch.device, tuple[Tensor, Tensor]] = {}
     for piece in pieces:
-        swept.append(_sweep(piece, *bracket, room))
+        swept.append(_sweep(piece, *ends, room, buffers))
         room -= swept[-1].middle
     below, middle, complete = _tally(pieces, swept, room, peers)
     masks, parts = [sweep.mask for sweep in swept], [sweep.collected for sweep in swept]
@@ -161,14 +162,21 @@ class _Swept:
     collected: Part  # positions and keys of those inside, complete if there was room
 
 
-def _sweep(piece: Piece, low: int, high: int, room: int) -> _Swept:
-    """One pass over a piece: settle what is outside [low, high], collect what is inside."""
+def _sweep(
+    piece: Piece, least: float, most: float, room: int, buffers: dict[torch.device, tuple[Tensor, Tensor]]
+) -> _Swept:
+    """One pass over a piece: settle what is outside [least, most], collect what is inside.
+
+    The buffers are made once for all pieces of a device.
+    """
     mask = torch.empty(piece.numel, dtype=torch.bool, device=piece.device)
-    collected: list[tuple[Where, Tensor]] = []
+    if piece.device not in buffers:
+        spare = torch.empty(CHUNK, device=piece.device)
+        buffers[piece.device] = spare, torch.empty_like(spare, dtype=torch.bool)
+    spare, flags = buffers[piece.device]
+    positions: list[Tensor] = []
+    keys: list[Tensor] = []
     below = middle = spoiled = 0
-    least, most = value_of(low), value_of(high)
-    spare = torch.empty(min(CHUNK, piece.numel), device=piece.device)
-    flags = torch.empty_like(spare, dtype=torch.bool)
     for chunk in piece.chunks():
         scores = piece.score(chunk)
         size = scores.numel()
@@ -180,7 +188,9 @@ def _sweep(piece: Piece, low: int, high: int, room: int) -> _Swept:
         inside = places_of(at_most(scores, most, flags[:size], spare[:size]).logical_and_(kept))
         middle += inside.numel()
         if middle <= room:
-            collected.append((inside + chunk.start, keys_of(scores.index_select(0, inside))))
+            positions.append(inside + chunk.start)
+            keys.append(keys_of(scores.index_select(0, inside)))
+    collected = [(torch.cat(positions), torch.cat(keys))] if positions else []
     return _Swept(mask, below, middle, spoiled, collected)
 
 
