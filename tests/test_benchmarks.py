@@ -24,7 +24,7 @@ def test_a_wrong_mask_prints_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     assert size["right"]
     assert size["pruned"]["secateur"] == 64 * 64
     assert select.table(size)[1][0][:3:2] == ("secateur", "1.00x")
-    assert {row[2] for row in select.table({**size, "right": False})[1]} == {"masks differ"}
+    assert not any("x" in cell for row in select.table({**size, "right": False})[1] for cell in (row[2], row[4]))
     layers = select.make(64, 2)
     monkeypatch.setattr(select, "secateur", lambda layers: [torch.ones(64 * 64, dtype=torch.bool)] * 2)
     assert not select.right(layers)
