@@ -18,6 +18,7 @@ from torch import Tensor
 from secateur.errors import ScoreError
 from secateur.pieces import (
     CHUNK,
+    DEAD_KEY,
     HIGHEST_KEY,
     LOWEST_KEY,
     Piece,
@@ -57,11 +58,19 @@ def locate(
     low: int = LOWEST_KEY,
     high: int = HIGHEST_KEY,
 ) -> tuple[int, int]:
-    """The key of the rank-th smallest (from 1) within [low, high], and how many equal to it are within that rank.
+    """The key of the rank-th smallest (from 1) within [low, high], and how many equal to it are within that rank."""
+    key, _, rank = _narrow(population, rank, peers, low, high)
+    return key, rank
+
+
+def _narrow(
+    population: Callable[[], Iterable[Tensor]], rank: int, peers: Peers, low: int, high: int, width: int = 0
+) -> tuple[int, int, int]:
+    """An interval of keys, at most `width` wide, that holds the rank-th smallest in [low, high]; and its rank there.
 
     Each turn counts the population by the next bits of the key and keeps one bin; only the counts are summed.
     """
-    while low < high:
+    while high - low > width:
         shift = max(0, (high - low).bit_length() - DIGIT)
         bins = 2 + (1 << DIGIT)  # one at each end for what is out of range
         counts = torch.zeros(bins, dtype=torch.int64, device="cpu")
@@ -72,7 +81,7 @@ def locate(
         digit = int(torch.searchsorted(upto, rank))
         rank -= int(upto[digit - 1]) if digit else 0
         low, high = low + (digit << shift), min(high, low + ((digit + 1) << shift) - 1)
-    return low, rank
+    return low, high, rank
 
 
 def prune_exactly(pieces: Sequence[Piece], count: int, peers: Peers = ALONE) -> tuple[Cut | None, list[Tensor]]:
@@ -128,9 +137,11 @@ def _bracket(pieces: Sequence[Piece], fraction: float, peers: Peers) -> tuple[in
     size = peers.totals([sample.numel()])[0]
     margin = SIGMAS * math.sqrt(size * fraction * (1 - fraction)) + 1
     first, last = math.floor(fraction * size - margin), math.ceil(fraction * size + margin)
-    low = locate(lambda: [sample], first, peers)[0] if first > 0 else LOWEST_KEY
-    high = locate(lambda: [sample], last, peers)[0] if last <= size else HIGHEST_KEY
-    return low, high
+
+    def around(rank: int) -> tuple[int, int, int]:
+        return _narrow(lambda: [sample], rank, peers, LOWEST_KEY, HIGHEST_KEY, width=1 << 10)  # 1e-4 of a value
+
+    return around(first)[0] if first > 0 else LOWEST_KEY, around(last)[1] if last <= size else HIGHEST_KEY
 
 
 def _sample(piece: Piece, share: float) -> Tensor:
@@ -140,7 +151,7 @@ def _sample(piece: Piece, share: float) -> Tensor:
     spread = (number + (number * 0.6180339887498949) % 1.0) / max(1, runs) * (piece.numel - RUN)
     where = (spread.to(torch.int64)[:, None] + torch.arange(RUN, device="cpu")).flatten()
     keys = torch.cat([piece.keys(part) for part in where.split(CHUNK // 4)])
-    return keys[(keys >= LOWEST_KEY) & (keys <= HIGHEST_KEY)]
+    return keys if piece.alive is None else keys[keys != DEAD_KEY]
 
 
 @dataclass(frozen=True)
@@ -181,10 +192,11 @@ def _sweep(
         scores = piece.score(chunk)
         size = scores.numel()
         kept = at_least(scores, least, mask[chunk], spare[:size])
-        if piece.alive is not None:
-            kept.logical_and_(piece.alive[chunk])
+        if piece.alive is None:
+            below += size - int(spare[:size].sum())  # ones and zeros, fewer than fp32 can count
+        else:
+            below += piece.living(chunk) - count_of(kept.logical_and_(piece.alive[chunk]))
         spoiled += piece.spoiled(chunk, scores)
-        below += piece.living(chunk) - count_of(kept)
         inside = places_of(at_most(scores, most, flags[:size], spare[:size]).logical_and_(kept))
         middle += inside.numel()
         if middle <= room:
