@@ -55,9 +55,9 @@ class Facts:
 
     def check(self) -> None:
         """Raise if the score cannot work with this optimizer. Sites that wait for a first gradient are given time."""
-        waiting = [site for site in self.sites if not self.has_state(site)]
+        none_yet = not any(map(self.has_state, self.sites))
         for site in self.sites:
-            if site not in waiting or len(waiting) == len(self.sites):
+            if none_yet or self.has_state(site):
                 self.of(site)
 
     def of(self, site: Site) -> dict[str, Any]:

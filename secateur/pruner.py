@@ -71,7 +71,8 @@ class Pruner:
         found, left_out = find_sites(unwrap(self._model), skip, only)
         self._facts = Facts(self._optimizer, self.score, found)
         self._sites = self._facts.sites
-        strangers = [site for site in found if site not in self._sites]
+        known = {site.name for site in self._sites}
+        strangers = [site for site in found if site.name not in known]
         self._left_out = [*(LeftOut(s.name, s.parameter.numel(), "not in the optimizer") for s in strangers), *left_out]
         if not self._sites:
             telling = [f"{item.name}: {item.reason}" for item in self._left_out if item.reason != VECTOR]

@@ -76,7 +76,9 @@ def test_channels_last_facts_are_saved_contiguous(tmp_path: Path) -> None:
     layer = torch.nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
     pruner = sc.Pruner(layer, torch.optim.AdamW(layer.parameters()), score="displacement", only="*")
     safetensors.save_file(pruner.state_dict(), tmp_path / "pruner.safetensors")
-    pruner.load_state_dict(safetensors.load_file(tmp_path / "pruner.safetensors"))
+    saved = safetensors.load_file(tmp_path / "pruner.safetensors")
+    pruner.load_state_dict(saved)
+    assert torch.equal(saved["initial_weight.weight"], layer.weight)
 
 
 def test_loading_zeroes_what_the_masks_say(block: Block) -> None:

@@ -155,6 +155,14 @@ def test_nan_names_the_tensor() -> None:
     assert int(sc.select(scores, 0.5, alive=dead)["layer.7"].sum()) <= 2
 
 
+def test_nan_in_a_sampled_selection_is_named() -> None:
+    """Large enough that a sample, itself full of NaN, is drawn first."""
+    scores = torch.rand(1000, 1000)
+    scores[:, ::2] = math.nan
+    with pytest.raises(ScoreError, match=r"NaN scores in 'a' \(500000\)"):
+        sc.select({"a": scores}, 0.9)
+
+
 def test_nothing_is_modified() -> None:
     scores, alive = {"a": torch.randn(9, 9)}, {"a": torch.rand(9, 9) > 0.5}
     before = scores["a"].clone(), alive["a"].clone()

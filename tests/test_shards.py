@@ -79,6 +79,7 @@ def test_saved_at_one_world_size_loaded_at_another(alone: Results, tmp_path: Pat
     for ranks in (2, 3):
         found[ranks] = launch(tmp_path / f"{ranks}.pt", ranks, *(job.replace(" save=", " load=") for job in saves))
     for ranks, done in (4, "save"), (2, "load"), (3, "load"):
+        assert len(found[ranks]) == 2
         for setting in ("model", "movement"):
             agree(found[ranks], alone, f"fsdp {setting} {done}")
 
