@@ -58,7 +58,8 @@ def _words(flags: Tensor) -> Tensor:
 def count_of(flags: Tensor) -> int:
     """How many are True. One product adds the eight bytes of a word into its top byte; `count_nonzero` takes thrice as
     long."""
-    return int((_words(flags) * 0x0101010101010101).bitwise_right_shift_(56).sum())
+    parts = flags.split(CHUNK)
+    return sum(int((_words(part) * 0x0101010101010101).bitwise_right_shift_(56).sum()) for part in parts)
 
 
 def places_of(sparse: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from secateur import masks as mask_ops
 from secateur.errors import ScheduleError, SiteError, StateError
 from secateur.facts import Facts, was_skipped
 from secateur.patterns import Target, check_choice, choose
-from secateur.pieces import Piece
+from secateur.pieces import Piece, count_of
 from secateur.registry import Score, resolve
 from secateur.report import Report, TensorRow, Update
 from secateur.schedules import Schedule, as_schedule, check_sparsity
@@ -141,19 +141,23 @@ class Pruner:
         chosen = choose(
             targets, asked, scope=self.scope, pattern=self._pattern, allocation=self.allocation, peers=self._peers
         )
-        counts = []
-        for number, (mask, flat) in enumerate(zip(self._masks, chosen.masks, strict=True)):
-            new = flat.view(mask.shape)
-            counted = targets[number].piece.counted(self._peers)
-            counts.append([int((~new).count_nonzero()), int((mask != new).count_nonzero())] if counted else [0, 0])
-            mask.copy_(new)
-        totals = self._peers.totals([number for pair in counts for number in pair])
-        self._gone, self._churn = totals[::2], totals[1::2]
+        for mask, new in zip(self._masks, chosen.masks, strict=True):
+            mask.copy_(new.view(mask.shape))
+        before, self._gone = self._gone, self._count_gone()
+        self._churn = [now - then for now, then in zip(self._gone, before, strict=True)]  # nothing comes back
         self._cuts = [None if cut is None else cut.value for cut in chosen.cuts]
         self._asked = asked
-        check_replicas(self._model, mask_ops.checksum(self._masks))
+        check_replicas(self._model, lambda: mask_ops.checksum(self._masks))
         seconds, sent = time.perf_counter() - began, self._peers.bytes_sent - sent
         self.updates.append(Update(step, asked, sum(self._gone), sum(self._churn), seconds, sent))
+
+    def _count_gone(self) -> list[int]:
+        """What the masks remove from each site, over all processes; a tensor every process holds counts once."""
+        counted = [self._peers.rank == 0 or is_sharded(site.parameter) for site in self._sites]
+        gone = [
+            (mask.numel() - count_of(mask.view(-1))) * mine for mask, mine in zip(self._masks, counted, strict=True)
+        ]
+        return self._peers.totals(gone)
 
     def _targets(self) -> list[Target]:
         return [self._facts.target(s, mask, self._peers) for s, mask in zip(self._sites, self._masks, strict=True)]
@@ -239,9 +243,7 @@ class Pruner:
                 tensors[site.name].copy_(part_of(state[f"{fact}.{site.name}"], site.parameter))
         self._completed, self._processed = (int(count) for count in local(state["steps"]))
         self._asked = float(local(state["asked"]))
-        counted = [self._peers.rank == 0 or is_sharded(site.parameter) for site in self._sites]
-        gone = [int((~mask).count_nonzero()) * mine for mask, mine in zip(self._masks, counted, strict=True)]
-        self._gone = self._peers.totals(gone)
-        self._churn, self._cuts, self.updates = [0] * len(gone), [None] * len(gone), []
+        self._gone = self._count_gone()
+        self._churn, self._cuts, self.updates = [0] * len(self._sites), [None] * len(self._sites), []
         self._facts.stepped = self._completed > 0
         self.apply()

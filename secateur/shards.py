@@ -6,7 +6,7 @@ The only module that knows torch.distributed. Alone, the shard is the tensor and
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,13 +170,13 @@ def check_tile(name: str, tensor: Tensor, height: int, meant: str) -> None:
         )
 
 
-def check_replicas(model: nn.Module, checksum: int) -> None:
+def check_replicas(model: nn.Module, checksum: Callable[[], int]) -> None:
     """Under DistributedDataParallel, make sure that every rank came to the same masks: eight bytes from each."""
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return
     peers = Peers(model.process_group, next(model.parameters()).device.type)
-    mine = [checksum if rank == peers.rank else 0 for rank in range(peers.size)]
-    if len(set(peers.totals(mine))) > 1:
+    mine = checksum()
+    if len(set(peers.totals([mine if rank == peers.rank else 0 for rank in range(peers.size)]))) > 1:
         raise ShardError(
             "Ranks of DistributedDataParallel came to different masks, so their weights or optimizer states differ."
             " Load the same checkpoint on every rank, and let only DDP change gradients."

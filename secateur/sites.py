@@ -118,10 +118,10 @@ def _left_by_default(uses: Sequence[Use], heads: set[str]) -> str | None:
 def _layout(name: str, module: nn.Module, parameter: nn.Parameter) -> Layout | None:
     """How the weight is laid out, or None when it is not one of the kinds that can be pruned."""
     leaf = name.rpartition(".")[2]
-    if leaf == "weight" and isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return Layout()
     if parameter.is_complex():
         return None
+    if leaf == "weight" and isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return Layout()
     if leaf == "weight" and parameter.ndim == 2 and "Conv1D" in _kinds(module):  # transformers': [inputs, outputs]
         return Layout(rows=(1,), inputs=0)
     if isinstance(module, nn.MultiheadAttention) and leaf.endswith("proj_weight"):
