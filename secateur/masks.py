@@ -37,6 +37,17 @@ def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
     return mask
 
 
+def to_bits(mask: Tensor) -> Tensor:
+    """A flat bool mask as kernels take it: one bit a weight, in whole words of 32."""
+    padded = torch.nn.functional.pad(mask, (0, -mask.numel() % 32))
+    return pack(padded.view(1, -1)).view(-1)
+
+
+def from_bits(bits: Tensor, numel: int) -> Tensor:
+    """The flat bool mask that `to_bits` was given."""
+    return unpack(bits.view(1, -1), (1, 8 * bits.numel())).view(-1)[:numel]
+
+
 PART = 1 << 22  # weights masked at a time
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,8 +100,10 @@ class Piece:
     total: int  # over all peers
     score: Callable[[Where], Tensor]
     device: torch.device
-    alive: Tensor | None = None  # flat bool; weights that do not compete are False
+    alive: Tensor | None = None  # flat mask, bool or packed to bits; weights that do not compete are False
     replicated: bool = False  # every peer holds all of it; only the first counts it
+    source: tuple[Any, Mapping[str, Any]] | None = None  # the Score and its facts, for kernels that know the formula
+    dead: int | None = None  # how many here do not compete, if that is known already
 
     def counted(self, peers: Peers) -> bool:
         return not self.replicated or peers.rank == 0

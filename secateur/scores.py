@@ -90,10 +90,16 @@ def bitter7(weight: Tensor, exp_avg_sq: Tensor, eps: float = 1e-8) -> Tensor:
     return (exp_avg_sq + eps).sqrt_().sqrt_().mul_(weight).abs_()
 
 
+def correction(beta: float, step: Any) -> Any:
+    """1 / (1 - beta^step), what undoes Adam's start from zero. A factor, not a divisor: torch divides by one number
+    on CPUs, but on GPUs it multiplies by the reciprocal, and the last bit would depend on the device."""
+    return 1 / (1 - beta**step)
+
+
 @score
 def bitter8(weight: Tensor, exp_avg: Tensor, step: Any, beta1: float, eps: float = 1e-8) -> Tensor:
     """|w| sqrt(|m_hat| + eps), m_hat = m / (1 - beta1^step)"""
-    return bitter3(weight, exp_avg / (1 - beta1**step), eps)
+    return bitter3(weight, exp_avg * correction(beta1, step), eps)
 
 
 @score

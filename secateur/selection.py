@@ -102,7 +102,7 @@ def prune_exactly(pieces: Sequence[Piece], count: int, peers: Peers = ALONE) -> 
     if not (complete and below < count <= below + middle):
         swept.clear()  # frees what was collected
         parts = [_Stream(piece) for piece in pieces]
-    low, high, rank = _narrowed(bracket, count, below, middle)
+    low, high, rank = narrowed(bracket, count, below, middle)
     counted = [part for piece, part in zip(pieces, parts, strict=True) if piece.counted(peers)]
     key, ties = locate(lambda: (keys for part in counted for _, keys in part), rank, peers, low, high)
     equal = [sum(int((keys == key).count_nonzero()) for _, keys in part) for part in parts]
@@ -115,7 +115,7 @@ def _everything(piece: Piece) -> Tensor:
     return torch.ones(piece.numel, dtype=torch.bool, device=piece.device)
 
 
-def _narrowed(bracket: tuple[int, int], count: int, below: int, middle: int) -> tuple[int, int, int]:
+def narrowed(bracket: tuple[int, int], count: int, below: int, middle: int) -> tuple[int, int, int]:
     """Where the cut must lie, given what is below and inside the bracket, and its rank there."""
     low, high = bracket
     if count <= below:

@@ -1,0 +1,128 @@
+"""Scores in registers: the fused twins of secateur.scores, equal to them bit for bit.
+
+Square roots and quotients are those IEEE 754 asks for, and launches forbid the compiler to contract a product and a
+sum, so a weight gets the same score here, in torch, and on any other device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from secateur.kernels import fusing, table
+
+GIVEN = tl.constexpr(fusing.GIVEN)
+MAGNITUDE = tl.constexpr(fusing.MAGNITUDE)
+VARIANCE = tl.constexpr(fusing.VARIANCE)
+MOMENTUM = tl.constexpr(fusing.MOMENTUM)
+BITTER0 = tl.constexpr(fusing.BITTER0)
+BITTER6 = tl.constexpr(fusing.BITTER6)
+WANDA = tl.constexpr(fusing.WANDA)
+
+FACT0 = tl.constexpr(table.FACT0)
+FACT1 = tl.constexpr(table.FACT1)
+FACT2 = tl.constexpr(table.FACT2)
+ALIVE = tl.constexpr(table.ALIVE)
+DIVISOR = tl.constexpr(table.DIVISOR)
+MODULUS = tl.constexpr(table.MODULUS)
+BOOL = tl.constexpr(table.BOOL)
+BITS = tl.constexpr(table.BITS)
+
+
+@triton.jit
+def read(address, index, valid, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Numbers at an address that came out of a table, which is where the compiler's knowledge of it was lost."""
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return tl.load(pointer + index, mask=valid, other=0)
+
+
+@triton.jit
+def bit_at(address, index, valid):
+    """The bits of a packed mask at these flat indices, 0 or 1."""
+    return (read(address, index >> 3, valid, tl.uint8, False).to(tl.int32) >> (index & 7).to(tl.int32)) & 1
+
+
+@triton.jit
+def alive_at(row, index, valid, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Which of these places compete."""
+    alive = valid
+    if KIND == BOOL:
+        alive = valid & (read(tl.load(row + ALIVE), index, valid, tl.int8, ALIGNED) != 0)
+    elif KIND == BITS:
+        alive = valid & (bit_at(tl.load(row + ALIVE), index, valid) != 0)
+    return alive
+
+
+@triton.jit
+def score_at(
+    row,
+    scale,
+    index,
+    valid,
+    given,
+    given_start,
+    eps,
+    FORMULA: tl.constexpr,
+    SIXTEENTHS: tl.constexpr,
+    TYPE0: tl.constexpr,
+    TYPE1: tl.constexpr,
+    TYPE2: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """fp32 scores at flat indices of the tensor, or tensors, of this row of the table."""
+    if FORMULA == GIVEN:
+        score = tl.load(given + (index - given_start), mask=valid, other=0.0)
+    else:
+        weight = read(tl.load(row + FACT0), index, valid, TYPE0, ALIGNED).to(tl.float32)
+        score = tl.abs(weight)
+        if FORMULA == VARIANCE:
+            root = read(tl.load(row + FACT1), index, valid, TYPE1, ALIGNED).to(tl.float32) + eps
+            score = _power(root, SIXTEENTHS) * weight
+            score = tl.abs(score)
+        elif FORMULA == MOMENTUM:
+            moment = read(tl.load(row + FACT1), index, valid, TYPE1, ALIGNED).to(tl.float32)
+            score = score * tl.sqrt_rn(tl.abs(moment * scale) + eps)
+        elif FORMULA == BITTER0:
+            moment = read(tl.load(row + FACT1), index, valid, TYPE1, ALIGNED).to(tl.float32)
+            second = read(tl.load(row + FACT2), index, valid, TYPE2, ALIGNED).to(tl.float32)
+            score = tl.div_rn(weight * weight * tl.abs(moment), tl.sqrt_rn(second) + eps)
+        elif FORMULA == BITTER6:
+            moment = read(tl.load(row + FACT1), index, valid, TYPE1, ALIGNED).to(tl.float32)
+            second = read(tl.load(row + FACT2), index, valid, TYPE2, ALIGNED).to(tl.float32)
+            score = score * tl.sqrt_rn(tl.abs(moment) + eps)
+            score = score * tl.sqrt_rn(tl.div_rn(moment * moment, second + eps))
+        elif FORMULA == WANDA:
+            where = (index // tl.load(row + DIVISOR)) % tl.load(row + MODULUS)
+            score = score * read(tl.load(row + FACT1), where, valid, TYPE1, False).to(tl.float32)
+    return score
+
+
+@triton.jit
+def _power(value, SIXTEENTHS: tl.constexpr):
+    """value ** (SIXTEENTHS / 16) by square roots, in the order of secateur.scores.power."""
+    result = value
+    if SIXTEENTHS != 16:
+        result = tl.full(value.shape, 1.0, tl.float32)
+        root = value
+        for place in tl.static_range(4):
+            if SIXTEENTHS % (16 >> place) != 0:  # nothing is left below this bit otherwise
+                root = tl.sqrt_rn(root)
+                if SIXTEENTHS & (8 >> place):
+                    result = result * root
+    return result
+
+
+@triton.jit
+def key_of(score):
+    """int32 keys in the order of the scores; -0.0 equals 0.0."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(key):
+    """The score a key (int64 here) stands for."""
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -1,0 +1,177 @@
+"""Triton kernels that walk over weights and state: zero what a mask says is gone, and AdamW with mask and SPAM inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, groupby
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from secateur.kernels.launching import TYPES
+from secateur.kernels.parts import Part
+from secateur.kernels.scoring import BITS, BOOL, bit_at, read
+from secateur.kernels.table import mask_kind, to_device
+
+TILE = 2048
+SPAN: tl.constexpr = tl.constexpr(TILE)
+COLUMNS: tl.constexpr = tl.constexpr(8)  # per tensor: up to five addresses, that of the mask, size, first tile
+MASK: tl.constexpr = tl.constexpr(5)
+NUMEL: tl.constexpr = tl.constexpr(6)
+FIRST: tl.constexpr = tl.constexpr(7)
+NUMBERS: tl.constexpr = tl.constexpr(8)  # per tensor: decay, beta1, beta2, step size, root of bias, eps, sign, theta
+
+BIT_TYPES = {2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+
+@triton.jit
+def _place(rows, owners, ALIGNED: tl.constexpr):
+    tile = tl.program_id(0)
+    owner = tl.load(owners + tile).to(tl.int64)
+    row = rows + owner * COLUMNS
+    numel = tl.load(row + NUMEL)
+    if ALIGNED:
+        numel = tl.multiple_of(numel, 16)
+    index = (tile - tl.load(row + FIRST)) * SPAN + tl.arange(0, SPAN)
+    return owner, row, index, index < numel
+
+
+@triton.jit
+def _kept(row, index, valid, MASKED: tl.constexpr, ALIGNED: tl.constexpr):
+    kept = valid
+    if MASKED == BITS:
+        kept = bit_at(tl.load(row + MASK), index, valid) != 0
+    elif MASKED == BOOL:
+        kept = read(tl.load(row + MASK), index, valid, tl.int8, ALIGNED) != 0
+    return kept
+
+
+@triton.jit
+def _write(address, index, values, valid, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    tl.store(pointer + index, values.to(DTYPE), mask=valid)
+
+
+@triton.jit
+def _zero(rows, owners, DTYPE: tl.constexpr, MASKED: tl.constexpr, ALIGNED: tl.constexpr):
+    _, row, index, valid = _place(rows, owners, ALIGNED)
+    gone = valid & (_kept(row, index, valid, MASKED, ALIGNED) == 0)
+    _write(tl.load(row), index, tl.zeros((SPAN,), DTYPE), gone, DTYPE, False)
+
+
+@triton.jit
+def _adamw(
+    rows, owners, numbers, soft,
+    PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, STATE: tl.constexpr, MASKED: tl.constexpr,
+    AMSGRAD: tl.constexpr, CLIPPED: tl.constexpr, SOFT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    owner, row, index, valid = _place(rows, owners, ALIGNED)
+    mine = numbers + owner * NUMBERS
+    parameter = read(tl.load(row), index, valid, PARAMETER, ALIGNED).to(tl.float32)
+    gradient = read(tl.load(row + 1), index, valid, GRADIENT, ALIGNED).to(tl.float32) * tl.load(mine + 6)
+    first = read(tl.load(row + 2), index, valid, STATE, ALIGNED).to(tl.float32)
+    second = read(tl.load(row + 3), index, valid, STATE, ALIGNED).to(tl.float32)
+    if SOFT:
+        first = first * tl.load(soft)
+        second = second * tl.load(soft + 1)
+    if CLIPPED:
+        limit = tl.where(second > 0, tl.sqrt(tl.load(mine + 7) * second), float("inf"))
+        gradient = tl.where(gradient > limit, limit, tl.where(gradient < -limit, -limit, gradient))
+    beta1, beta2 = tl.load(mine + 1), tl.load(mine + 2)
+    parameter = parameter - tl.load(mine) * parameter
+    first = beta1 * first + (gradient - beta1 * gradient)
+    square = gradient * gradient
+    second = beta2 * second + (square - beta2 * square)
+    largest = second
+    if AMSGRAD:
+        largest = tl.maximum(read(tl.load(row + 4), index, valid, STATE, ALIGNED).to(tl.float32), second)
+    divisor = tl.sqrt_rn(largest) * tl.load(mine + 4) + tl.load(mine + 5)
+    parameter = parameter - tl.div_rn(tl.load(mine + 3) * first, divisor)
+    if MASKED != 0:
+        kept = _kept(row, index, valid, MASKED, ALIGNED)
+        parameter = tl.where(kept, parameter, 0.0)
+        first = tl.where(kept, first, 0.0)
+        second = tl.where(kept, second, 0.0)
+        largest = tl.where(kept, largest, 0.0)
+    _write(tl.load(row), index, parameter, valid, PARAMETER, ALIGNED)
+    _write(tl.load(row + 2), index, first, valid, STATE, ALIGNED)
+    _write(tl.load(row + 3), index, second, valid, STATE, ALIGNED)
+    if AMSGRAD:
+        _write(tl.load(row + 4), index, largest, valid, STATE, ALIGNED)
+
+
+@lru_cache(maxsize=64)
+def _owners(sizes: tuple[int, ...], device: torch.device) -> tuple[list[int], Tensor]:
+    """First tile of each tensor, and which tensor each tile is of. The same from step to step, so it is kept."""
+    counts = [-(-size // TILE) for size in sizes]
+    owners = torch.arange(len(sizes), device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
+    return [0, *accumulate(counts)], to_device(owners, torch.int32, device)
+
+
+def _aligned(tensors: Sequence[Tensor | None]) -> bool:
+    return all(t is None or (t.data_ptr() % 16 == 0) for t in tensors) and tensors[0].numel() % 16 == 0  # type: ignore[union-attr]
+
+
+def _table(rows: Sequence[Sequence[Tensor | None]], masks: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Rows for tensors that go together (up to five addresses each), and the owners of their tiles."""
+    leading = [row[0] for row in rows]
+    device = leading[0].device  # type: ignore[union-attr]
+    first, owners = _owners(tuple(t.numel() for t in leading), device)  # type: ignore[union-attr]
+    table = []
+    for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        addresses = [*(0 if t is None else t.data_ptr() for t in row), 0, 0, 0, 0][:5]
+        table.append([*addresses, 0 if mask is None else mask.data_ptr(), row[0].numel(), first[number]])  # type: ignore[union-attr]
+    return to_device(table, torch.int64, device), owners
+
+
+def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
+    """Zero, in place, what the masks say is gone: contiguous tensors, masks bool or flat bits."""
+    kinds = [(t.element_size(), mask_kind(m), _aligned((t, m))) for t, m in zip(tensors, masks, strict=True)]
+    for kind in dict.fromkeys(kinds):
+        members = [number for number, found in enumerate(kinds) if found == kind and tensors[number].numel()]
+        if members:
+            rows, owners = _table([[tensors[n]] for n in members], [masks[n] for n in members])
+            _zero[(owners.numel(),)](
+                rows, owners, DTYPE=BIT_TYPES[kind[0]], MASKED=kind[1], ALIGNED=kind[2], num_warps=8
+            )
+
+
+def adamw(parts: Sequence[Part], soft: Tensor | None = None) -> None:
+    """One step of AdamW for all parts, masks and SPAM's clipping inside. `soft` holds factors for both moments."""
+    parts = [part for part in parts if part.parameter.numel()]
+    torch._foreach_add_([part.step for part in parts], 1)
+
+    def kind(part: Part) -> tuple[object, ...]:
+        types = part.parameter.dtype, part.gradient.dtype, part.exp_avg.dtype
+        aligned = _aligned((*part.tensors, part.gradient, part.mask))
+        return (*types, mask_kind(part.mask), part.hyper.amsgrad, part.hyper.theta > 0, aligned)
+
+    kinds = [kind(part) for part in parts]
+    for wanted in dict.fromkeys(kinds):
+        _launch([part for part, found in zip(parts, kinds, strict=True) if found == wanted], wanted, soft)
+
+
+def _launch(parts: Sequence[Part], kind: tuple[object, ...], soft: Tensor | None) -> None:
+    rows, owners = _table(
+        [[p.parameter, p.gradient, p.exp_avg, p.exp_avg_sq, p.max_exp_avg_sq] for p in parts], [p.mask for p in parts]
+    )
+    numbers = to_device([_numbers(part) for part in parts], torch.float32, rows.device)
+    parameter, gradient, state, masked, amsgrad, clipped, aligned = kind
+    _adamw[(owners.numel(),)](
+        rows, owners, numbers, numbers if soft is None else soft,
+        PARAMETER=TYPES[parameter], GRADIENT=TYPES[gradient], STATE=TYPES[state], MASKED=masked,
+        AMSGRAD=amsgrad, CLIPPED=clipped, SOFT=soft is not None, ALIGNED=aligned, num_warps=8,
+    )  # fmt: skip
+
+
+def _numbers(part: Part) -> list[float]:
+    hyper, step = part.hyper, float(part.step)
+    root = (1 - hyper.beta2**step) ** 0.5
+    size = hyper.lr / (1 - hyper.beta1**step)
+    sign = -1.0 if hyper.maximize else 1.0
+    return [hyper.lr * hyper.weight_decay, hyper.beta1, hyper.beta2, size, 1 / root, hyper.eps, sign, hyper.theta]
