@@ -8,26 +8,25 @@ no luck: histograms of all scores until one key is left, then one pass that give
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from secateur.kernels.board import BELOW, CROWDED, DIGIT, EQUAL, FEW, HIGH, LOW, RANK, RUN, Board, range_of
+from secateur.kernels.board import BELOW, COUNTERS, CROWDED, DIGIT, EQUAL, FEW, INSIDE, LOW, RANK, RUN, Board, range_of
 from secateur.kernels.table import TILE, Launch, Table, to_device
-from secateur.pieces import Piece, value_of
+from secateur.pieces import Piece, Where, value_of
 from secateur.selection import Cut, narrowed, refuse_nan
 from secateur.shards import Peers
 
 SMALL = 1 << 18  # weights up to which a selection collects them all
-SAMPLE = 1 << 18  # scores sampled at least
-STRIDE = 64  # one run of every so many is sampled for the bracket
-TWICE = 1 << 27  # weights from which a first, small sample tells the second, larger one where to look closely
+FIRST_LOOK = 1 << 17  # scores sampled to tell the second, larger sample where to look closely
+SHIFT = 6  # one run of 64 is in the second sample: it bounds the cut to within about 32 / sqrt(weights) of them
 SIGMAS = 4.0  # half-width of the bracket, in standard deviations of the sampled rank
-ROOM = 1 << 22  # scores collected in one batch of selections, 12 bytes each
-BATCH = 32  # selections in one batch; a histogram takes half a MiB
-GIVEN_TILES = 128  # tiles whose scores torch evaluates at a time, for scores without a kernel
+ROOM = 1 << 22  # scores collected in one batch of selections, 20 bytes each
+BATCH = 32  # selections in one batch
+GIVEN_TILES = 256  # tiles whose scores torch evaluates at a time, for scores without a kernel
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,16 @@ class Wish:
     total: int
 
 
+def sampling(total: int) -> int:
+    """The shift of the second sample: finer where there is so much that a bracket must not hold a larger share."""
+    return SHIFT - 1 if total > 1 << 30 else min(SHIFT, max(0, (total // FIRST_LOOK).bit_length() - 1))
+
+
 def room_for(wish: Wish) -> int:
-    """How many scores the bracket is expected to hold, and half as many again."""
+    """How many scores the bracket is expected to hold, and a third as many again."""
     if wish.total <= SMALL:
         return wish.total
-    if wish.total <= TWICE:
-        return max(SMALL, wish.total // 64)
-    return int(1.5 * SIGMAS * (STRIDE * wish.total) ** 0.5)
+    return min(wish.total, int(1.33 * SIGMAS * (wish.total << sampling(wish.total)) ** 0.5))
 
 
 def batches(wishes: Sequence[Wish]) -> Iterator[list[int]]:
@@ -95,38 +97,38 @@ class Engine:
         here = [sum(self.pieces[n].numel for n in wish.pieces) for wish in wishes]
         rooms = [min(room_for(wish), numel) for wish, numel in zip(wishes, here, strict=True)]
         board = Board(table, [wish.wanted for wish in wishes], [wish.living for wish in wishes], rooms)
-        total = max(wish.total for wish in wishes)
-        if total > TWICE:
-            self.survey(table, board, max(STRIDE, total // SAMPLE))
+        smallest, largest = min(wish.total for wish in wishes), max(wish.total for wish in wishes)
+        if largest > SMALL:
+            self.survey(table, board, max(0, (smallest // FIRST_LOOK).bit_length() - 1))
             self.ops.narrow(board, sigmas=SIGMAS)
-        if total > SMALL:
-            self.survey(table, board, max(1, min(STRIDE, min(wish.total for wish in wishes) // SAMPLE)))
+            self.survey(table, board, sampling(smallest))
             self.ops.narrow(board, sigmas=SIGMAS)
         self.sweep(table, board)
         if self.many:
             board.totals = self.peers.sum(board.counters)
-        for turn in range(2):
+        turns = 3 if largest <= SMALL else 2  # a bracket is at most 2^26 keys wide, unless the sample misled
+        for turn in range(turns):
             self.ops.tally(table, board, self.many)
             self.sum_counts(board)
-            self.ops.narrow(board, collected=True, begin=turn == 0)
+            self.ops.narrow(board, collected=True, begin=turn == 0, last=turn == turns - 1)
         self.ops.settle(table, board, self.many)
         if self.many:
-            crowded = self.peers.sum((board.counters.view(-1, 4)[:, EQUAL] > FEW).long())
+            crowded = self.peers.sum((board.table_of("counters")[:, EQUAL] > FEW).long())
             board.failed.copy_(torch.where((board.failed == 0) & (crowded > 0), CROWDED, board.failed))
         self.ops.order(table, board, self.quotas(table, board, board.equal) if self.many else None)
         board.release()
         return Round(numbers, table, board)
 
-    def survey(self, table: Table, board: Board, stride: int) -> None:
+    def survey(self, table: Table, board: Board, shift: int) -> None:
         for launch in table.launches:
             if launch.piece is None:
-                self.ops.survey(table, board, launch, stride)
+                self.ops.survey(table, board, launch, shift)
             elif table.counted[launch.piece]:
                 piece = table.pieces[launch.piece]
-                for where in sampled_places(piece.numel, stride, table.device):
+                for where in sampled_places(piece.numel, shift, table.device):
                     scores = piece.score(where)
                     if piece.alive is not None:
-                        scores = scores.masked_fill(~piece.living_at(where), float("nan"))
+                        scores = scores.masked_fill(~alive_at(piece, where), float("nan"))
                     self.ops.count(board, scores.contiguous(), table.groups[launch.piece])
         self.sum_counts(board)
 
@@ -134,21 +136,27 @@ class Engine:
         if self.many:
             board.counts.copy_(self.peers.sum(board.counts))
 
-    def each(self, table: Table) -> Iterator[tuple[Launch, dict[str, Any]]]:
+    def each(self, table: Table) -> Iterator[tuple[Launch, Tensor | None]]:
         """Every launch; one whose scores must be handed over comes in parts, each with its scores."""
         for launch in table.launches:
             if launch.piece is None:
-                yield launch, {}
+                yield launch, None
                 continue
-            piece, first = table.pieces[launch.piece], table.first[launch.piece]
-            for start in range(0, launch.tiles.numel(), GIVEN_TILES):
-                tiles = launch.tiles[start : start + GIVEN_TILES]
-                where = slice(start * TILE, min((start + tiles.numel()) * TILE, piece.numel))
-                yield launch, {"given": piece.score(where).contiguous(), "tiles": tiles, "first": first + start}
+            piece = table.pieces[launch.piece]
+            for start in range(0, launch.count, GIVEN_TILES):
+                part = replace(launch, first=launch.first + start, count=min(GIVEN_TILES, launch.count - start))
+                where = slice(start * TILE, min((start + part.count) * TILE, piece.numel))
+                yield part, piece.score(where).contiguous()
 
-    def sweep(self, table: Table, board: Board) -> None:
+    def sweep(self, table: Table, board: Board, careful: bool = False) -> None:
+        if careful:
+            board.counters.zero_()
+            board.inside = torch.empty(table.tiles, dtype=torch.int32, device=table.device)
         for launch, given in self.each(table):
-            self.ops.sweep(table, board, launch, **given)
+            self.ops.sweep(table, board, launch, given, careful=careful)
+        for launch in table.launches:
+            if launch.piece is None and not careful:
+                self.ops.unfold(table, board, launch)
 
     def quotas(self, table: Table, board: Board, equal: Tensor) -> Tensor:
         """How many of the scores equal to the cut each piece here gives up, in (tensor, rank) order."""
@@ -162,7 +170,7 @@ class Engine:
         before = grid.flatten().cumsum(0).view_as(grid) - grid
         starts = torch.tensor([table.groups.index(group) for group in range(board.groups)], device=device)
         before = before - before[starts[groups], 0][:, None]
-        ties = board.ranges.view(-1, 4)[groups, RANK]
+        ties = board.table_of("ranges")[groups, RANK]
         quotas = (ties[:, None] - before).clamp(min=0).minimum(grid)
         return quotas[rows, columns]
 
@@ -170,67 +178,65 @@ class Engine:
     def finish(self, done: Round, wishes: Sequence[Wish], told: Sequence[int]) -> list[Cut]:
         """Read a round's outcome; where it failed, go the slow way."""
         groups = len(wishes)
-        failed = told[4 * groups : 5 * groups]
-        ranges = torch.tensor(told[-4 * groups :], device="cpu").view(-1, 4)
+        failed = told[COUNTERS * groups : (COUNTERS + 1) * groups]
         cuts = []
         for group, wish in enumerate(wishes):
-            key, ties = int(ranges[group, LOW]), int(ranges[group, RANK])
+            low, high, _, rank = told[-4 * (groups - group) :][:4]
             if failed[group]:
-                key, ties = self.slowly(wish, done if groups == 1 else None, failed[group] == CROWDED)
-            cuts.append(Cut(value_of(key), ties))
+                low, rank = self.slowly(wish, low, high)
+            cuts.append(Cut(value_of(low), rank))
         return cuts
 
-    def slowly(self, wish: Wish, done: Round | None, crowded: bool) -> tuple[int, int]:
+    def slowly(self, wish: Wish, low: int, high: int) -> tuple[int, int]:
         """The way that needs no luck: histograms of everything, then one pass for the ties. The key and its ties.
 
-        `crowded` says that a round has found the cut and only its ties were too many for it.
+        `low` and `high` are where the cut was looked for, or, if only its ties were too many, the cut itself.
         """
-        if done is not None:
-            table, board = done.table, done.board
-        else:
-            table, crowded = self.table([wish]), False
-            board = Board(table, [wish.wanted], [wish.living], [0])
-            self.sweep(table, board)
-        turns = 0
-        if not crowded:
-            low, high, rank = self.bracket(wish, table, board)
-            turns = -(-(high - low).bit_length() // DIGIT)
-            board.ranges.copy_(to_device(range_of(low, high, rank), torch.int64, table.device))
+        table = self.table([wish])
+        board = Board(table, [wish.wanted], [wish.living], [0])
+        board.ranges.copy_(to_device(range_of(low, high), torch.int64, table.device))
+        self.sweep(table, board, careful=True)
+        counts = self.peers.totals([*board.counters[: INSIDE + 1].tolist(), *board.spoiled.tolist()])
+        refuse_nan([piece.name for piece in table.pieces], counts[2:])
+        low, high, rank = narrowed((low, high), wish.wanted, counts[BELOW], counts[INSIDE])
+        board.ranges.copy_(to_device(range_of(low, high, rank), torch.int64, table.device))
+        turns = -(-(high - low).bit_length() // DIGIT)
         for _ in range(turns):
-            self.survey(table, board, 1)
+            self.survey(table, board, 0)
             self.ops.narrow(board)
-        if turns or crowded:
-            self.sweep(table, board)
+        if turns:
+            self.sweep(table, board, careful=True)
         firsts = torch.tensor(table.first, device=table.device)
         upto = torch.cat((firsts.new_zeros(1), board.inside.cumsum(0)))
         equal = upto[firsts[1:]] - upto[firsts[:-1]]
         before = upto[:-1] - upto[firsts[table.owners.long()]]
         quotas = self.quotas(table, board, equal)
         for launch, given in self.each(table):
-            self.ops.give_up(table, board, launch, before, quotas, **given)
-        ranges = board.ranges.tolist()
-        return ranges[LOW], ranges[RANK]
-
-    def bracket(self, wish: Wish, table: Table, board: Board) -> tuple[int, int, int]:
-        """The range in which the cut must lie, given what the last sweep counted, and its rank there."""
-        counted = torch.tensor(table.counted, device=table.device)[table.owners.long()]
-        inside = int((board.inside * counted).sum())
-        below, inside = self.peers.totals([int(board.counters[BELOW]), inside])
-        ranges = board.ranges.tolist()
-        return narrowed((ranges[LOW], ranges[HIGH]), wish.wanted, below, inside)
+            self.ops.give_up(table, board, launch, before, quotas, given)
+        found = board.ranges.tolist()
+        return found[LOW], found[RANK]
 
 
-def sampled_places(numel: int, stride: int, device: torch.device) -> Iterator[Tensor | slice]:
-    """Runs of neighbours spread over a tensor, one of every `stride`, some tiles' worth at a time."""
+def alive_at(piece: Piece, where: Where) -> Tensor:
+    """Which of some places of a piece compete."""
+    assert piece.alive is not None
+    if piece.alive.dtype == torch.bool:
+        return piece.alive[where]
+    index = torch.arange(where.start, where.stop, device=piece.device) if isinstance(where, slice) else where
+    return (piece.alive[index >> 3] >> (index & 7) & 1).bool()
+
+
+def sampled_places(numel: int, shift: int, device: torch.device) -> Iterator[Where]:
+    """Runs of neighbours spread over a tensor, one of every `1 << shift`, some tiles' worth at a time."""
     size = GIVEN_TILES * TILE
-    if stride == 1:
+    if shift == 0:
         yield from (slice(start, min(start + size, numel)) for start in range(0, numel, size))
         return
-    runs = max(1, numel // (RUN * stride))
+    runs = max(1, numel // (RUN << shift))
     for start in range(0, runs, size // RUN):
         run = torch.arange(start, min(start + size // RUN, runs), device=device)
-        jitter = (((run * 0x9E3779B1) & 0xFFFFFFFF) >> 8) % stride
-        places = ((run * stride + jitter) * RUN)[:, None] + torch.arange(RUN, device=device)
+        jitter = ((run * 0x9E3779B1) >> 8) & ((1 << shift) - 1)
+        places = (((run << shift) + jitter) * RUN)[:, None] + torch.arange(RUN, device=device)
         yield places.flatten().clamp_(max=numel - 1)
 
 
@@ -259,5 +265,5 @@ def prune_groups(
 
 
 def _spoiled(done: Round, told: Sequence[int]) -> Sequence[int]:
-    first = 5 * done.board.groups
+    first = (COUNTERS + 1) * done.board.groups
     return told[first : first + len(done.table.pieces)]

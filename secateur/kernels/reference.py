@@ -7,8 +7,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from secateur.kernels.board import BELOW, BINS, CROWDED, DIGIT, EQUAL, FEW, LOW, OVER, RANK, RUN, SLOTS, TAKEN, Board
-from secateur.kernels.table import TILE, Launch, Table
+from secateur.kernels.board import (
+    BELOW,
+    BINS,
+    CROWDED,
+    EQUAL,
+    FEW,
+    INSIDE,
+    LISTED,
+    LOW,
+    OVER,
+    RANK,
+    RUN,
+    SLOTS,
+    WORDS,
+    Board,
+    range_of,
+)
+from secateur.kernels.table import LAUNCH, TILE, Launch, Table
 from secateur.masks import from_bits, to_bits
 from secateur.pieces import keys_of, values_of
 
@@ -28,43 +44,45 @@ def _write(table: Table, number: int, where: slice | Tensor, kept: Tensor | bool
         mask.copy_(to_bits(whole))
 
 
-def _tiles(table: Table, numbers: Tensor) -> Iterator[tuple[int, int, slice]]:
+def _tiles(table: Table, launch: Launch) -> Iterator[tuple[int, int, slice]]:
     """Each tile with the piece it is of and the flat places it covers."""
-    for tile in numbers.tolist():
+    for tile in _numbers(launch).tolist():
         piece = int(table.owners[tile])
         start = (tile - table.first[piece]) * TILE
         yield tile, piece, slice(start, min(start + TILE, table.pieces[piece].numel))
 
 
-def _places(table: Table, board: Board, group: int) -> tuple[Tensor, Tensor]:
-    """Positions and keys collected for a group."""
-    begin, end = board.rooms[group : group + 2].tolist()
-    end = min(end, begin + int(board.counters.view(-1, 4)[group, TAKEN]))
-    return board.positions[begin:end], board.keys[begin:end]
+def _numbers(launch: Launch) -> Tensor:
+    return torch.arange(launch.first, launch.first + launch.count) if launch.tiles is None else launch.tiles.long()
+
+
+def _collected(board: Board, group: int, column: int) -> slice:
+    """Where the words or the keys of a group are."""
+    begin, counters = int(board.rooms[group]), board.table_of("counters")[group]
+    return slice(begin, begin if counters[OVER] else begin + int(counters[column]))
 
 
 def _add(board: Board, keys: Tensor, group: int) -> None:
-    low, high, shift, _ = board.ranges.view(-1, 4)[group].tolist()
-    digits = (keys.long() - low) >> shift
-    slots = torch.where(keys < low, BINS, torch.where(keys > high, BINS + 1, digits))
-    board.counts.view(-1, SLOTS)[group] += torch.bincount(slots, minlength=SLOTS)
+    low, high, shift, _ = board.table_of("ranges")[group].tolist()
+    slots = torch.where(keys < low, BINS, torch.where(keys > high, BINS + 1, (keys.long() - low) >> shift))
+    board.table_of("counts")[group] += torch.bincount(slots, minlength=SLOTS)
 
 
-def survey(table: Table, board: Board, launch: Launch, stride: int) -> None:
-    """Count scores by key in their group's range, one of every `stride` runs of neighbours; NaN and the dead do not
-    count."""
-    run = torch.arange(-(-launch.tiles.numel() * (TILE // RUN) // stride), device=table.device)
-    place = (run * stride + (((run * 0x9E3779B1) & 0xFFFFFFFF) >> 8) % stride) * RUN
-    place = place[place < launch.tiles.numel() * TILE]
-    tiles = launch.tiles.long()[place // TILE]
-    for piece in tiles.new_tensor(table.owners.tolist())[tiles].unique().tolist():
-        mine = table.owners[tiles] == piece
+def survey(table: Table, board: Board, launch: Launch, shift: int) -> None:
+    """Count scores by key in their group's range, one of every `1 << shift` runs of neighbours. NaN, the dead and
+    what another process counts do not count."""
+    run = torch.arange(-(-launch.count * (TILE // RUN) >> shift))
+    place = ((run << shift) + (((run * 0x9E3779B1) >> 8) & ((1 << shift) - 1))) * RUN
+    place = place[place < launch.count * TILE]
+    tiles = _numbers(launch)[place // TILE]
+    owners = table.owners[tiles]
+    for piece in owners.unique().tolist():
+        mine = owners == piece
         index = ((tiles - table.first[piece]) * TILE + place % TILE)[mine][:, None] + torch.arange(RUN)
         index = index[index < table.pieces[piece].numel]
         scores = table.pieces[piece].score(index)
-        valid = _alive(table, piece)[index] & ~scores.isnan()
         if table.counted[piece]:
-            _add(board, keys_of(scores[valid]), table.groups[piece])
+            _add(board, keys_of(scores[_alive(table, piece)[index] & ~scores.isnan()]), table.groups[piece])
 
 
 def count(board: Board, scores: Tensor, group: int) -> None:
@@ -72,81 +90,125 @@ def count(board: Board, scores: Tensor, group: int) -> None:
     _add(board, keys_of(scores[~scores.isnan()]), group)
 
 
-def narrow(board: Board, *, sigmas: float | None = None, collected: bool = False, begin: bool = False) -> None:
+def narrow(
+    board: Board, *, sigmas: float | None = None, collected: bool = False, begin: bool = False, last: bool = False
+) -> None:
     """Shrink every group's range to the bins that hold a rank, and clear the histogram.
 
     Sampled, the rank is that of the wanted share, give or take some standard deviations; otherwise it is the exact
     rank, which then counts from the new range. `begin` takes it from what was wanted and what the sweep found below.
+    A group fails whose collected keys do not hold that rank, or, at the `last` turn, whose range is not a single key.
     """
     for group in range(board.groups):
-        low, high, shift, first = board.ranges.view(-1, 4)[group].tolist()
-        bins = board.counts.view(-1, SLOTS)[group]
-        last = first
+        low, high, shift, first = board.table_of("ranges")[group].tolist()
+        bins = board.table_of("counts")[group]
+        end_rank = first
         if sigmas is not None:
             share, size = board.shares[group], bins.sum().double()
             margin = sigmas * (share * size * (1 - share)).sqrt() + 1
             first = int((share * size - margin).floor()) - int(bins[BINS])
-            last = int((share * size + margin).ceil()) - int(bins[BINS])
+            end_rank = int((share * size + margin).ceil()) - int(bins[BINS])
         elif begin:
-            first = last = int(board.wanted[group] - board.totals.view(-1, 4)[group, BELOW])
+            first = end_rank = int(board.wanted[group] - board.totals.view(board.groups, -1)[group, BELOW])
         upto = bins[:BINS].cumsum(0)
-        digit, end = int((upto < first).sum()), int((upto < last).sum())
+        digit, end = int((upto < first).sum()), int((upto < end_rank).sum())
         before = int(upto[digit - 1]) if digit else 0
         new_high = min(high, low + ((end + 1) << shift) - 1) if end < BINS else high
         new_low = min(low + (min(digit, BINS - 1) << shift), new_high)
         if collected:
-            over = bool(board.totals.view(-1, 4)[group, OVER])
-            bad = first < 1 or first > int(upto[-1]) or over or bool(board.failed[group])
+            bad = first < 1 or first > int(upto[-1]) or bool(board.totals.view(board.groups, -1)[group, OVER])
+            bad = bad or (last and new_low < new_high) or bool(board.failed[group])
             board.failed[group] = int(bad)
             new_low, new_high = (low, high) if bad else (new_low, new_high)
         bins.zero_()
-        new_shift = max(0, (new_high - new_low).bit_length() - DIGIT)
-        board.ranges.view(-1, 4)[group] = torch.tensor([new_low, new_high, new_shift, first - before])
+        board.table_of("ranges")[group] = torch.tensor(range_of(new_low, new_high, first - before))
 
 
-def sweep(
-    table: Table, board: Board, launch: Launch, given: Tensor | None = None, tiles: Tensor | None = None, first: int = 0
-) -> None:
-    """Write the mask of everything outside its group's range, keep what is inside and collect it, and count."""
-    counters = board.counters.view(-1, 4)
-    for tile, number, where in _tiles(table, launch.tiles if tiles is None else tiles):
+def sweep(table: Table, board: Board, launch: Launch, given: Tensor | None = None, *, careful: bool = False) -> None:
+    """Write the mask of everything outside its group's range; keep and collect what is inside, in words of sixteen
+    weights (given scores: at once as positions and keys); count what is below.
+
+    A careful sweep collects nothing, but counts what is inside, tile by tile, and NaN.
+    """
+    counters = board.table_of("counters")
+    for tile, number, where in _tiles(table, launch):
         group, scores, alive = table.groups[number], table.pieces[number].score(where), _alive(table, number)[where]
-        low, high = values_of(board.ranges.view(-1, 4)[group, :2])
-        kept = alive & (scores >= low)
-        middle = (kept & (scores <= high)).nonzero().flatten()
+        low, high = values_of(board.table_of("ranges")[group, :2])
+        kept = alive & ~(scores < low)
+        middle = kept & ~(scores > high)
         _write(table, number, where, kept)
-        board.inside[tile] = middle.numel()
-        board.spoiled[number] += (alive & scores.isnan()).sum()
         counters[group, BELOW] += (alive.sum() - kept.sum()) * table.counted[number]
-        begin, end = board.rooms[group : group + 2].tolist()
-        slot = begin + int(counters[group, TAKEN])
-        counters[group, TAKEN] += middle.numel()
-        if slot + middle.numel() > end:
-            counters[group, OVER] = 1
+        places = middle.nonzero().flatten()
+        if careful:
+            counters[group, INSIDE] += places.numel() * table.counted[number]
+            board.inside[tile] = places.numel()
+            board.spoiled[number] += (alive & scores.isnan()).sum()
+        elif given is not None:
+            _list(board, group, tile * TILE + places, keys_of(scores[places]))
         else:
-            board.positions[slot : slot + middle.numel()] = tile * TILE + middle
-            board.keys[slot : slot + middle.numel()] = keys_of(scores[middle])
+            flags = torch.nn.functional.pad(middle, (0, TILE - middle.numel())).view(-1, RUN).long()
+            words = (flags << torch.arange(RUN)).sum(1)
+            some = words.nonzero().flatten()
+            _store(board, group, WORDS, [(board.words, (tile * (TILE // RUN) + some) << 16 | words[some])])
+
+
+def _store(board: Board, group: int, column: int, values: list[tuple[Tensor, Tensor]]) -> None:
+    counters = board.table_of("counters")
+    begin, end = board.rooms[group : group + 2].tolist()
+    slot, size = begin + int(counters[group, column]), values[0][1].numel()
+    counters[group, column] += size
+    if slot + size > end:
+        counters[group, OVER] = 1
+        return
+    for memory, value in values:
+        memory[slot : slot + size] = value
+
+
+def _list(board: Board, group: int, positions: Tensor, keys: Tensor) -> None:
+    _store(board, group, LISTED, [(board.positions, positions), (board.keys, keys)])
+
+
+def unfold(table: Table, board: Board, launch: Launch) -> None:
+    """List positions and keys of the weights in collected words. What is below the range after all goes; NaN counts."""
+    for group in range(board.groups):
+        words = board.words[_collected(board, group, WORDS)]
+        flags = (words[:, None] >> torch.arange(RUN)) & 1
+        places = ((words >> 16) * RUN)[:, None] + torch.arange(RUN)
+        positions = places[flags != 0]
+        owners = table.owners[positions // TILE].long()
+        for piece in owners.unique().tolist():
+            if int(table.rows[piece, LAUNCH]) != launch.number:
+                continue
+            mine = positions[owners == piece]
+            scores = table.pieces[piece].score(mine - table.first[piece] * TILE)
+            board.spoiled[piece] += scores.isnan().sum()
+            keys, (low, high) = keys_of(scores), board.table_of("ranges")[group, :2].tolist()
+            _drop(table, mine[keys < low])
+            board.table_of("counters")[group, BELOW] += (keys < low).sum() * table.counted[piece]
+            inside = (keys >= low) & (keys <= high)
+            _list(board, group, mine[inside], keys[inside])
 
 
 def tally(table: Table, board: Board, peers: bool) -> None:
-    """Count the collected keys in their group's range, without those another process counts."""
-    counted = torch.tensor(table.counted, device=table.device)
+    """Count the listed keys in their group's range, without those another process counts."""
+    counted = torch.tensor(table.counted)
     for group in range(board.groups):
-        positions, keys = _places(table, board, group)
-        _add(board, keys[counted[table.owners[positions // TILE].long()]], group)
+        listed = _collected(board, group, LISTED)
+        mine = counted[table.owners[board.positions[listed] // TILE].long()]
+        _add(board, board.keys[listed][mine], group)
 
 
 def settle(table: Table, board: Board, peers: bool) -> None:
-    """Clear the mask where a collected key is below the cut; note the places and number of those equal to it."""
+    """Clear the mask where a listed key is below the cut; note the places and number of those equal to it."""
     for group in range(board.groups):
-        positions, keys = _places(table, board, group)
-        if board.failed[group] or not keys.numel():
+        listed = _collected(board, group, LISTED)
+        if board.failed[group]:
             continue
-        cut = board.ranges.view(-1, 4)[group, LOW]
+        positions, keys, cut = board.positions[listed], board.keys[listed], board.table_of("ranges")[group, LOW]
         _drop(table, positions[keys < cut])
         same = positions[keys == cut]
-        board.counters.view(-1, 4)[group, EQUAL] = same.numel()
-        board.few.view(-1, FEW)[group, : min(FEW, same.numel())] = same[:FEW]
+        board.table_of("counters")[group, EQUAL] = same.numel()
+        board.table_of("few")[group, : min(FEW, same.numel())] = same[:FEW]
         board.equal += torch.bincount(table.owners[same // TILE], minlength=len(table.pieces)) if peers else 0
 
 
@@ -159,14 +221,14 @@ def _drop(table: Table, positions: Tensor) -> None:
 def order(table: Table, board: Board, quotas: Tensor | None) -> None:
     """Clear the first of those equal to the cut: as many as its rank says in the group, or each piece's quota."""
     for group in range(board.groups):
-        found = int(board.counters.view(-1, 4)[group, EQUAL])
+        found = int(board.table_of("counters")[group, EQUAL])
         if found > FEW and not board.failed[group]:
             board.failed[group] = CROWDED
         if board.failed[group]:
             continue
-        places = board.few.view(-1, FEW)[group, :found].sort().values
+        places = board.table_of("few")[group, :found].sort().values
         if quotas is None:
-            _drop(table, places[: int(board.ranges.view(-1, 4)[group, RANK])])
+            _drop(table, places[: int(board.table_of("ranges")[group, RANK])])
             continue
         owners = table.owners[places // TILE]
         for piece in owners.unique().tolist():
@@ -174,15 +236,14 @@ def order(table: Table, board: Board, quotas: Tensor | None) -> None:
 
 
 def give_up(
-    table: Table, board: Board, launch: Launch, before: Tensor, quotas: Tensor,
-    given: Tensor | None = None, tiles: Tensor | None = None, first: int = 0,
-) -> None:  # fmt: skip
+    table: Table, board: Board, launch: Launch, before: Tensor, quotas: Tensor, given: Tensor | None = None
+) -> None:
     """Rewrite masks so that each piece loses the first of its scores equal to the cut, up to its quota. `before` says
     how many of them come before a tile."""
-    for tile, number, where in _tiles(table, launch.tiles if tiles is None else tiles):
+    for tile, number, where in _tiles(table, launch):
         if before[tile] >= quotas[number]:
             continue
         scores, alive = table.pieces[number].score(where), _alive(table, number)[where]
-        cut = values_of(board.ranges.view(-1, 4)[table.groups[number], LOW])
+        cut = values_of(board.table_of("ranges")[table.groups[number], LOW])
         same = alive & (scores == cut)
         _write(table, number, where, alive & (scores > cut) | same & (before[tile] + same.cumsum(0) > quotas[number]))

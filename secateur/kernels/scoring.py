@@ -30,77 +30,79 @@ BITS = tl.constexpr(table.BITS)
 
 
 @triton.jit
-def read(address, index, valid, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def read(address, start, lane, valid, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Numbers at an address that came out of a table, which is where the compiler's knowledge of it was lost."""
-    pointer = address.to(tl.pointer_type(DTYPE))
+    pointer = address.to(tl.pointer_type(DTYPE)) + start
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
-    return tl.load(pointer + index, mask=valid, other=0)
+    return tl.load(pointer + lane, mask=valid, other=0)
 
 
 @triton.jit
-def bit_at(address, index, valid):
-    """The bits of a packed mask at these flat indices, 0 or 1."""
-    return (read(address, index >> 3, valid, tl.uint8, False).to(tl.int32) >> (index & 7).to(tl.int32)) & 1
+def bit_at(address, start, lane, valid):
+    """The bits of a packed mask, 0 or 1; `start` is a multiple of 8."""
+    return (read(address, start >> 3, lane >> 3, valid, tl.uint8, False).to(tl.int32) >> (lane & 7).to(tl.int32)) & 1
 
 
 @triton.jit
-def alive_at(row, index, valid, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Which of these places compete."""
+def alive_at(row, start, lane, valid, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Which of the places `start + lane` compete."""
     alive = valid
     if KIND == BOOL:
-        alive = valid & (read(tl.load(row + ALIVE), index, valid, tl.int8, ALIGNED) != 0)
+        alive = valid & (read(tl.load(row + ALIVE), start, lane, valid, tl.int8, ALIGNED) != 0)
     elif KIND == BITS:
-        alive = valid & (bit_at(tl.load(row + ALIVE), index, valid) != 0)
+        alive = valid & (bit_at(tl.load(row + ALIVE), start, lane, valid) != 0)
     return alive
 
 
 @triton.jit
 def score_at(
-    row,
-    scale,
-    index,
-    valid,
-    given,
-    given_start,
-    eps,
-    FORMULA: tl.constexpr,
-    SIXTEENTHS: tl.constexpr,
-    TYPE0: tl.constexpr,
-    TYPE1: tl.constexpr,
-    TYPE2: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """fp32 scores at flat indices of the tensor, or tensors, of this row of the table."""
+    row, scale, start, lane, valid, given, eps,
+    FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
+    ALIGNED: tl.constexpr, ROUGH: tl.constexpr,
+):  # fmt: skip
+    """fp32 scores at the places `start + lane` of the tensor, or tensors, of this row of the table.
+
+    ROUGH takes the quick square roots and quotients, off by a few units in the last place (see `roughly`).
+    """
     if FORMULA == GIVEN:
-        score = tl.load(given + (index - given_start), mask=valid, other=0.0)
+        score = tl.load(given + lane, mask=valid, other=0.0)
     else:
-        weight = read(tl.load(row + FACT0), index, valid, TYPE0, ALIGNED).to(tl.float32)
+        weight = read(tl.load(row + FACT0), start, lane, valid, TYPE0, ALIGNED).to(tl.float32)
         score = tl.abs(weight)
         if FORMULA == VARIANCE:
-            root = read(tl.load(row + FACT1), index, valid, TYPE1, ALIGNED).to(tl.float32) + eps
-            score = _power(root, SIXTEENTHS) * weight
-            score = tl.abs(score)
+            second = read(tl.load(row + FACT1), start, lane, valid, TYPE1, ALIGNED).to(tl.float32)
+            score = tl.abs(_power(second + eps, SIXTEENTHS, ROUGH) * weight)
         elif FORMULA == MOMENTUM:
-            moment = read(tl.load(row + FACT1), index, valid, TYPE1, ALIGNED).to(tl.float32)
-            score = score * tl.sqrt_rn(tl.abs(moment * scale) + eps)
+            moment = read(tl.load(row + FACT1), start, lane, valid, TYPE1, ALIGNED).to(tl.float32)
+            score = score * _root(tl.abs(moment * scale) + eps, ROUGH)
         elif FORMULA == BITTER0:
-            moment = read(tl.load(row + FACT1), index, valid, TYPE1, ALIGNED).to(tl.float32)
-            second = read(tl.load(row + FACT2), index, valid, TYPE2, ALIGNED).to(tl.float32)
-            score = tl.div_rn(weight * weight * tl.abs(moment), tl.sqrt_rn(second) + eps)
+            moment = read(tl.load(row + FACT1), start, lane, valid, TYPE1, ALIGNED).to(tl.float32)
+            second = read(tl.load(row + FACT2), start, lane, valid, TYPE2, ALIGNED).to(tl.float32)
+            score = _quotient(weight * weight * tl.abs(moment), _root(second, ROUGH) + eps, ROUGH)
         elif FORMULA == BITTER6:
-            moment = read(tl.load(row + FACT1), index, valid, TYPE1, ALIGNED).to(tl.float32)
-            second = read(tl.load(row + FACT2), index, valid, TYPE2, ALIGNED).to(tl.float32)
-            score = score * tl.sqrt_rn(tl.abs(moment) + eps)
-            score = score * tl.sqrt_rn(tl.div_rn(moment * moment, second + eps))
+            moment = read(tl.load(row + FACT1), start, lane, valid, TYPE1, ALIGNED).to(tl.float32)
+            second = read(tl.load(row + FACT2), start, lane, valid, TYPE2, ALIGNED).to(tl.float32)
+            score = score * _root(tl.abs(moment) + eps, ROUGH)
+            score = score * _root(_quotient(moment * moment, second + eps, ROUGH), ROUGH)
         elif FORMULA == WANDA:
-            where = (index // tl.load(row + DIVISOR)) % tl.load(row + MODULUS)
-            score = score * read(tl.load(row + FACT1), where, valid, TYPE1, False).to(tl.float32)
+            where = ((start + lane) // tl.load(row + DIVISOR)) % tl.load(row + MODULUS)
+            score = score * read(tl.load(row + FACT1), 0, where, valid, TYPE1, False).to(tl.float32)
     return score
 
 
 @triton.jit
-def _power(value, SIXTEENTHS: tl.constexpr):
+def _root(value, ROUGH: tl.constexpr):
+    return tl.sqrt(value) if ROUGH else tl.sqrt_rn(value)
+
+
+@triton.jit
+def _quotient(above, below, ROUGH: tl.constexpr):
+    return above / below if ROUGH else tl.div_rn(above, below)
+
+
+@triton.jit
+def _power(value, SIXTEENTHS: tl.constexpr, ROUGH: tl.constexpr):
     """value ** (SIXTEENTHS / 16) by square roots, in the order of secateur.scores.power."""
     result = value
     if SIXTEENTHS != 16:
@@ -108,10 +110,17 @@ def _power(value, SIXTEENTHS: tl.constexpr):
         root = value
         for place in tl.static_range(4):
             if SIXTEENTHS % (16 >> place) != 0:  # nothing is left below this bit otherwise
-                root = tl.sqrt_rn(root)
+                root = _root(root, ROUGH)
                 if SIXTEENTHS & (8 >> place):
                     result = result * root
     return result
+
+
+@triton.jit
+def roughly(value, SIGN: tl.constexpr):
+    """A bound moved outwards (down or up) by more than a rough score can be off: 2^-17 of it, about sixty units in the
+    last place, and what a quick square root may lose when it takes the smallest numbers for zero."""
+    return value + SIGN * (tl.abs(value) * 7.62939453125e-06 + 1e-36)
 
 
 @triton.jit

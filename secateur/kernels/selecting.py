@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from secateur.kernels import board, table
-from secateur.kernels.scoring import BITS, alive_at, key_of, score_at, value_of
+from secateur.kernels.scoring import BITS, GIVEN, alive_at, key_of, roughly, score_at, value_of
 
 TILE = tl.constexpr(table.TILE)
 COLUMNS = tl.constexpr(table.COLUMNS)
@@ -15,98 +15,131 @@ NUMEL = tl.constexpr(table.NUMEL)
 FIRST = tl.constexpr(table.FIRST)
 GROUP = tl.constexpr(table.GROUP)
 COUNTED = tl.constexpr(table.COUNTED)
-LOW, HIGH, SHIFT, RANK = (tl.constexpr(column) for column in range(4))
-BELOW, TAKEN, OVER, EQUAL = (tl.constexpr(column) for column in range(4))
+LAUNCH = tl.constexpr(table.LAUNCH)
+LOW = tl.constexpr(board.LOW)
+HIGH = tl.constexpr(board.HIGH)
+SHIFT = tl.constexpr(board.SHIFT)
+RANK = tl.constexpr(board.RANK)
+BELOW = tl.constexpr(board.BELOW)
+INSIDE = tl.constexpr(board.INSIDE)
+WORDS = tl.constexpr(board.WORDS)
+LISTED = tl.constexpr(board.LISTED)
+OVER = tl.constexpr(board.OVER)
+EQUAL = tl.constexpr(board.EQUAL)
+COUNTERS = tl.constexpr(board.COUNTERS)
+DIGIT = tl.constexpr(board.DIGIT)
 BINS = tl.constexpr(board.BINS)
 SLOTS = tl.constexpr(board.SLOTS)
 BLOCK = tl.constexpr(board.BLOCK)
 FEW = tl.constexpr(board.FEW)
-CROWDED = tl.constexpr(board.CROWDED)
 RUN = tl.constexpr(board.RUN)
+CROWDED = tl.constexpr(board.CROWDED)
+LOWEST_KEY = tl.constexpr(board.LOWEST_KEY)
+HIGHEST_KEY = tl.constexpr(board.HIGHEST_KEY)
 
 
 @triton.jit
 def _add_to_histogram(keys, valid, group, ranges, counts):
-    """Count keys by their digit in the group's range; what lies below or above it in the last two slots."""
+    """Count keys by their digit in the group's range; those outside do not count."""
     low = tl.load(ranges + group * 4 + LOW)
-    high = tl.load(ranges + group * 4 + HIGH)
+    inside = valid & (keys >= low) & (keys <= tl.load(ranges + group * 4 + HIGH))
     digit = (keys.to(tl.int64) - low) >> tl.load(ranges + group * 4 + SHIFT)
-    slot = tl.where(keys < low, BINS, tl.where(keys > high, BINS + 1, digit))
-    tl.atomic_add(counts + group * SLOTS + slot, tl.full(keys.shape, 1, tl.int64), mask=valid, sem="relaxed")
+    tl.atomic_add(counts + group * SLOTS + digit, tl.full(keys.shape, 1, tl.int64), mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _add_outside(keys, valid, group, ranges, counts):
+    """Count keys below and above the range: only few different addresses, so programs of one group add up first."""
+    below = valid & (keys < tl.load(ranges + group * 4 + LOW))
+    above = valid & (keys > tl.load(ranges + group * 4 + HIGH))
+    first = tl.min(group)
+    if first == tl.max(group):
+        ends = counts + first * SLOTS + BINS
+        tl.atomic_add(ends, tl.sum(below.to(tl.int32)).to(tl.int64), sem="relaxed")
+        tl.atomic_add(ends + 1, tl.sum(above.to(tl.int32)).to(tl.int64), sem="relaxed")
+    else:
+        ones = tl.full(keys.shape, 1, tl.int64)
+        tl.atomic_add(counts + group * SLOTS + BINS + tl.zeros(keys.shape, tl.int64), ones, mask=below, sem="relaxed")
+        tl.atomic_add(counts + group * SLOTS + BINS + 1 + tl.zeros(keys.shape, tl.int64), ones, mask=above, sem="relaxed")
 
 
 @triton.jit
 def _survey(
-    rows, scales, owners, tiles, count, stride, eps, ranges, counts,
+    rows, scales, owners, tiles, first, count, shift, eps, ranges, counts,
     FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
-    KIND: tl.constexpr,
+    KIND: tl.constexpr, LISTS: tl.constexpr, ROUGH: tl.constexpr,
 ):  # fmt: skip
     run = tl.program_id(0).to(tl.int64) * (TILE // RUN) + tl.arange(0, TILE // RUN)
-    jitter = ((run * 0x9E3779B1) & 0xFFFFFFFF) >> 8
-    place = (run * stride + jitter % stride) * RUN
-    inside = place < count * TILE
-    tile = tl.load(tiles + place // TILE, mask=inside, other=0).to(tl.int64)
-    row = rows + tl.load(owners + tile, mask=inside, other=0).to(tl.int64) * COLUMNS
-    start = (tile - tl.load(row + FIRST)) * TILE + place % TILE
-    index = start[:, None] + tl.arange(0, RUN)[None, :]
-    valid = inside[:, None] & (index < tl.load(row + NUMEL)[:, None]) & (tl.load(row + COUNTED)[:, None] != 0)
-    wide = row[:, None]
-    scale = tl.load(scales + tl.load(owners + tile, mask=inside, other=0))[:, None]
-    valid = alive_at(wide, index, valid, KIND, False)
-    score = score_at(wide, scale, index, valid, scales, 0, eps, FORMULA, SIXTEENTHS, TYPE0, TYPE1, TYPE2, False)
-    _add_to_histogram(key_of(score), valid & (score == score), tl.load(row + GROUP)[:, None], ranges, counts)
+    jitter = ((run * 0x9E3779B1) >> 8) & ((1 << shift) - 1)
+    place = ((run << shift) + jitter) * RUN
+    inside = place < count.to(tl.int64) * TILE
+    tile = first + place // TILE
+    if LISTS:
+        tile = tl.load(tiles + place // TILE, mask=inside, other=0).to(tl.int64)
+    owner = tl.load(owners + tile, mask=inside, other=0).to(tl.int64)
+    row = rows + owner * COLUMNS
+    start = ((tile - tl.load(row + FIRST)) * TILE + place % TILE)[:, None]
+    lane = tl.arange(0, RUN)[None, :]
+    valid = inside[:, None] & (start + lane < tl.load(row + NUMEL)[:, None]) & (tl.load(row + COUNTED)[:, None] != 0)
+    valid = alive_at(row[:, None], start, lane, valid, KIND, False)
+    scale = tl.load(scales + owner)[:, None]
+    score = score_at(
+        row[:, None], scale, start, lane, valid, scales, eps, FORMULA, SIXTEENTHS, TYPE0, TYPE1, TYPE2, False, ROUGH
+    )
+    valid = valid & (score == score)
+    keys = key_of(score)
+    group = tl.load(row + GROUP)[:, None]
+    _add_to_histogram(keys, valid, group, ranges, counts)
+    _add_outside(keys, valid, group, ranges, counts)
 
 
 @triton.jit
 def _count(scores, size, group, ranges, counts):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(scores + place, mask=place < size, other=float("nan"))
-    _add_to_histogram(key_of(score), score == score, tl.full((1,), group, tl.int64), ranges, counts)
+    keys = key_of(score)
+    groups = tl.full((1,), group, tl.int64)
+    _add_to_histogram(keys, score == score, groups, ranges, counts)
+    _add_outside(keys, score == score, groups, ranges, counts)
 
 
 @triton.jit
 def _narrow(
     ranges, counts, totals, wanted, shares, failed, sigmas,
-    SAMPLED: tl.constexpr, COLLECTED: tl.constexpr, BEGIN: tl.constexpr, STEP: tl.constexpr,
+    SAMPLED: tl.constexpr, COLLECTED: tl.constexpr, BEGIN: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0).to(tl.int64)
     mine = ranges + group * 4
-    bins = counts + group * SLOTS
     low, high, shift, first = tl.load(mine + LOW), tl.load(mine + HIGH), tl.load(mine + SHIFT), tl.load(mine + RANK)
-    lanes = tl.arange(0, STEP)
+    bins = counts + group * SLOTS + tl.arange(0, BINS)
+    ends = counts + group * SLOTS + BINS
+    here = tl.load(bins)
+    upto = tl.cumsum(here, 0)
+    seen = tl.sum(here)
     last = first
     if SAMPLED:
-        size = tl.load(bins + BINS) + tl.load(bins + BINS + 1)
-        for start in range(0, BINS, STEP):
-            size += tl.sum(tl.load(bins + start + lanes))
+        below = tl.load(ends)
         share = tl.load(shares + group)
-        middle = share * size.to(tl.float64)
-        margin = sigmas * tl.sqrt(middle * (1.0 - share)) + 1.0
-        first = tl.floor(middle - margin).to(tl.int64) - tl.load(bins + BINS)
-        last = tl.ceil(middle + margin).to(tl.int64) - tl.load(bins + BINS)
+        size = (seen + below + tl.load(ends + 1)).to(tl.float64)
+        margin = sigmas * tl.sqrt(share * size * (1.0 - share)) + 1.0
+        first = tl.floor(share * size - margin).to(tl.int64) - below
+        last = tl.ceil(share * size + margin).to(tl.int64) - below
     elif BEGIN:
-        first = tl.load(wanted + group) - tl.load(totals + group * 4 + BELOW)
+        first = tl.load(wanted + group) - tl.load(totals + group * COUNTERS + BELOW)
         last = first
-    seen = first * 0
-    before = first * 0
-    begin = first * 0
-    end = first * 0
-    for start in range(0, BINS, STEP):
-        here = tl.load(bins + start + lanes)
-        upto = seen + tl.cumsum(here, 0)
-        begin += tl.sum((upto < first).to(tl.int64))
-        end += tl.sum((upto < last).to(tl.int64))
-        before = tl.maximum(before, tl.max(tl.where(upto < first, upto, 0)))
-        seen += tl.sum(here)
-        tl.store(bins + start + lanes, tl.zeros((STEP,), tl.int64))  # clean for the next turn
-    tl.store(bins + BINS, seen * 0)
-    tl.store(bins + BINS + 1, seen * 0)
-    begin = tl.minimum(begin, BINS - 1)
+    begin = tl.minimum(tl.sum((upto < first).to(tl.int64)), BINS - 1)
+    end = tl.sum((upto < last).to(tl.int64))
+    before = tl.max(tl.where(upto < first, upto, 0))
+    tl.store(bins, tl.zeros((BINS,), tl.int64))  # clean for the next turn
+    tl.store(ends, first * 0)
+    tl.store(ends + 1, first * 0)
     new_high = tl.where(end < BINS, tl.minimum(high, low + ((end + 1) << shift) - 1), high)
     new_low = tl.minimum(low + (begin << shift), new_high)
     if COLLECTED:
-        bad = (first < 1) | (first > seen) | (tl.load(totals + group * 4 + OVER) != 0)
-        bad = bad | (tl.load(failed + group) != 0)  # stays MISSED at the second turn
+        bad = (first < 1) | (first > seen) | (tl.load(totals + group * COUNTERS + OVER) != 0)
+        if LAST:
+            bad = bad | (new_low < new_high)
+        bad = bad | (tl.load(failed + group) != 0)  # stays so at the next turn
         tl.store(failed + group, bad.to(tl.int64))
         new_low, new_high = tl.where(bad, low, new_low), tl.where(bad, high, new_high)
     tl.store(mine + LOW, new_low)
@@ -116,93 +149,125 @@ def _narrow(
     bits = first * 0
     for place in tl.static_range(33):
         bits += ((width >> place) > 0).to(tl.int64)
-    tl.store(mine + SHIFT, tl.maximum(bits - 16, 0))
+    tl.store(mine + SHIFT, tl.maximum(bits - DIGIT, 0))
 
 
 @triton.jit
-def _write_mask(address, index, kept, valid, start, numel, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """A tile of a mask, as bytes or as bits."""
+def _ones_in(bits):
+    """How many of 16 bits are set."""
+    bits = bits - ((bits >> 1) & 0x5555)
+    bits = (bits & 0x3333) + ((bits >> 2) & 0x3333)
+    bits = (bits + (bits >> 4)) & 0x0F0F
+    return (bits + (bits >> 8)) & 0x1F
+
+
+@triton.jit
+def _in_words(flags, lane):
+    """Flags of a tile, sixteen to a word."""
+    return tl.sum(tl.reshape(flags.to(tl.int32) << (lane & 15), (TILE // RUN, RUN)), axis=1)
+
+
+@triton.jit
+def _write_mask(row, start, lane, kept, words, left, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """A tile of a mask, as bytes or as bits. Masks of bits have room for whole words."""
+    address = tl.load(row + MASK)
     if KIND == BITS:
-        bits = tl.reshape(kept.to(tl.int32), (TILE // 8, 8)) << tl.arange(0, 8)[None, :]
-        place = (start >> 3) + tl.arange(0, TILE // 8)
-        pointer = address.to(tl.pointer_type(tl.uint8))
-        if ALIGNED:
-            pointer = tl.multiple_of(pointer, 16)
-        tl.store(pointer + place, tl.sum(bits, axis=1).to(tl.uint8), mask=place * 8 < numel)
+        place = tl.arange(0, TILE // RUN)
+        pointer = address.to(tl.pointer_type(tl.uint16)) + start // RUN
+        tl.store(pointer + place, words.to(tl.uint16), mask=place * RUN < left)
     else:
-        pointer = address.to(tl.pointer_type(tl.int8))
+        pointer = address.to(tl.pointer_type(tl.int8)) + start
         if ALIGNED:
             pointer = tl.multiple_of(pointer, 16)
-        tl.store(pointer + index, kept.to(tl.int8), mask=valid)
+        tl.store(pointer + lane, kept.to(tl.int8), mask=lane < left)
+
+
+@triton.jit
+def _tile(rows, owners, tiles, first, LISTS: tl.constexpr, ALIGNED: tl.constexpr):
+    """This program's tile: its number, its tensor and row, where it starts there, and how much of it there is."""
+    tile = first + tl.program_id(0).to(tl.int64)
+    if LISTS:
+        tile = tl.load(tiles + tl.program_id(0)).to(tl.int64)
+    owner = tl.load(owners + tile).to(tl.int64)
+    row = rows + owner * COLUMNS
+    start = (tile - tl.load(row + FIRST)) * TILE
+    left = tl.minimum(tl.load(row + NUMEL) - start, TILE).to(tl.int32)
+    if ALIGNED:
+        left = tl.multiple_of(left, 16)
+    return tile, owner, row, start, left
 
 
 @triton.jit
 def _sweep(
-    rows, scales, owners, tiles, given, given_tile, eps, ranges, counters, inside_of, spoiled, rooms, positions, keys,
+    rows, scales, owners, tiles, first, given, eps, ranges, counters, rooms, words, positions, keys, inside_of, spoiled,
     FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
-    KIND: tl.constexpr, STORED: tl.constexpr, ALIGNED: tl.constexpr,
+    KIND: tl.constexpr, LISTS: tl.constexpr, STORED: tl.constexpr, ALIGNED: tl.constexpr,
+    ROUGH: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.load(tiles + tl.program_id(0)).to(tl.int64)
-    owner = tl.load(owners + tile).to(tl.int64)
-    row = rows + owner * COLUMNS
-    numel = tl.load(row + NUMEL)
-    if ALIGNED:
-        numel = tl.multiple_of(numel, 16)
-    first = tl.load(row + FIRST)
-    start = (tile - first) * TILE
-    index = start + tl.arange(0, TILE)
-    valid = index < numel
+    tile, owner, row, start, left = _tile(rows, owners, tiles, first, LISTS, ALIGNED)
+    lane = tl.arange(0, TILE)
+    valid = lane < left
     group = tl.load(row + GROUP)
-    alive = alive_at(row, index, valid, KIND, ALIGNED)
-    given_start = (given_tile - first) * TILE
+    low = value_of(tl.load(ranges + group * 4 + LOW))
+    high = value_of(tl.load(ranges + group * 4 + HIGH))
+    if ROUGH:
+        low, high = roughly(low, -1.0), roughly(high, 1.0)
+    alive = alive_at(row, start, lane, valid, KIND, ALIGNED)
+    mine = given + tl.program_id(0).to(tl.int64) * TILE
     score = score_at(
-        row, tl.load(scales + owner), index, valid, given, given_start, eps,
-        FORMULA, SIXTEENTHS, TYPE0, TYPE1, TYPE2, ALIGNED,
+        row, tl.load(scales + owner), start, lane, valid, mine, eps,
+        FORMULA, SIXTEENTHS, TYPE0, TYPE1, TYPE2, ALIGNED, ROUGH,
     )  # fmt: skip
-    kept = alive & (score >= value_of(tl.load(ranges + group * 4 + LOW)))
-    middle = kept & (score <= value_of(tl.load(ranges + group * 4 + HIGH)))
-    _write_mask(tl.load(row + MASK), index, kept, valid, start, numel, STORED, ALIGNED)
-    found = tl.sum(middle.to(tl.int32))
-    below = tl.sum(alive.to(tl.int32)) - tl.sum(kept.to(tl.int32))
-    nan = tl.sum((alive & (score != score)).to(tl.int32))
-    if nan > 0:
-        tl.atomic_add(spoiled + owner, nan.to(tl.int64), sem="relaxed")
-    tl.store(inside_of + tile, found)
-    mine = counters + group * 4
+    kept = alive & ((score < low) == 0)  # NaN is kept, and inside: it is found out when that is looked at
+    middle = kept & ((score > high) == 0)
+    if CAREFUL:
+        nan = kept & (score != score)
+        tl.atomic_add(spoiled + owner, tl.sum(nan.to(tl.int32)).to(tl.int64), sem="relaxed")
+    # One reduction packs both: sixteen bits of the mask, and above them sixteen of what is inside the range.
+    both = _in_words(kept.to(tl.int32) | (middle.to(tl.int32) << 16), lane)
+    inside = (both >> 16) & 0xFFFF
+    _write_mask(row, start, lane, kept, both & 0xFFFF, left, STORED, ALIGNED)
+    counts = tl.sum(_ones_in(both & 0xFFFF) | (_ones_in(inside) << 16))
+    living = left
+    if KIND != 0:
+        living = tl.sum(alive.to(tl.int32))
     counted = tl.load(row + COUNTED)
-    tl.atomic_add(mine + BELOW, below.to(tl.int64) * counted, sem="relaxed")
-    if found > 0:
+    count = counters + group * COUNTERS
+    found = counts >> 16
+    tl.atomic_add(count + BELOW, (living - (counts & 0xFFFF)).to(tl.int64) * counted, sem="relaxed")
+    if CAREFUL:
+        tl.atomic_add(count + INSIDE, found.to(tl.int64) * counted, sem="relaxed")
+        tl.store(inside_of + tile, found)
+    elif found > 0:
         begin = tl.load(rooms + group)
         room = tl.load(rooms + group + 1) - begin
-        slot = tl.atomic_add(mine + TAKEN, found.to(tl.int64), sem="relaxed")
-        if slot + found > room:
-            tl.store(mine + OVER, 1)
-        else:
+        if FORMULA == GIVEN:
+            slot = tl.atomic_add(count + LISTED, found.to(tl.int64), sem="relaxed")
             where = begin + slot + tl.cumsum(middle.to(tl.int32), 0) - 1
-            tl.store(positions + where, tile * TILE + tl.arange(0, TILE), mask=middle)
-            tl.store(keys + where, key_of(score), mask=middle)
+            fits = middle & (where < begin + room)
+            tl.store(positions + where, tile * TILE + lane, mask=fits)
+            tl.store(keys + where, key_of(score), mask=fits)
+            wanted = found
+        else:
+            some = (inside != 0).to(tl.int32)
+            wanted = tl.sum(some)
+            slot = tl.atomic_add(count + WORDS, wanted.to(tl.int64), sem="relaxed")
+            where = begin + slot + tl.cumsum(some, 0) - 1
+            word = ((tile * (TILE // RUN) + tl.arange(0, TILE // RUN)) << 16) | inside
+            tl.store(words + where, word, mask=(inside != 0) & (where < begin + room))
+        if slot + wanted > room:
+            tl.store(count + OVER, tl.full((), 1, tl.int64))
 
 
 @triton.jit
-def _collected(block_groups, counters, rooms):
-    """The block of collected keys this program looks at: its group, its places, and which of them are filled."""
+def _collected(block_groups, counters, rooms, COLUMN: tl.constexpr):
+    """The block of what was collected that this program looks at: its group, its places, and which are filled."""
     block = tl.program_id(0)
     group = tl.load(block_groups + block).to(tl.int64)
-    begin = tl.load(rooms + group)
     place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    filled = tl.minimum(begin + tl.load(counters + group * 4 + TAKEN), tl.load(rooms + group + 1))
+    over = tl.load(counters + group * COUNTERS + OVER) != 0  # some of it was never written: take none
+    filled = tl.load(rooms + group) + tl.where(over, 0, tl.load(counters + group * COUNTERS + COLUMN))
     return group, place, place < filled
-
-
-@triton.jit
-def _tally(rows, owners, block_groups, counters, rooms, positions, keys, ranges, counts, PEERS: tl.constexpr):
-    group, place, valid = _collected(block_groups, counters, rooms)
-    if tl.max(valid.to(tl.int32)) > 0:
-        if PEERS:
-            tile = tl.load(positions + place, mask=valid, other=0) // TILE
-            owner = tl.load(owners + tile, mask=valid, other=0).to(tl.int64)
-            valid = valid & (tl.load(rows + owner * COLUMNS + COUNTED, mask=valid, other=0) != 0)
-        _add_to_histogram(tl.load(keys + place, mask=valid, other=0), valid, group, ranges, counts)
 
 
 @triton.jit
@@ -221,11 +286,70 @@ def _drop(rows, owners, position, gone, STORED: tl.constexpr):
 
 
 @triton.jit
+def _unfold(
+    rows, scales, owners, block_groups, counters, rooms, words, positions, keys, spoiled, ranges, eps, launch,
+    FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
+    STORED: tl.constexpr,
+):  # fmt: skip
+    group, place, valid = _collected(block_groups, counters, rooms, WORDS)
+    if tl.max(valid.to(tl.int32)) > 0:
+        word = tl.load(words + place, mask=valid, other=0)
+        start = (word >> 16) * RUN
+        owner = tl.load(owners + start // TILE, mask=valid, other=0).to(tl.int64)
+        row = rows + owner * COLUMNS
+        valid = valid & (tl.load(row + LAUNCH) == launch)
+        base = start - tl.load(row + FIRST) * TILE
+        scale = tl.load(scales + owner)
+        low, high = tl.load(ranges + group * 4 + LOW), tl.load(ranges + group * 4 + HIGH)
+        count = counters + group * COUNTERS
+        begin = tl.load(rooms + group)
+        room = tl.load(rooms + group + 1) - begin
+        bits = tl.where(valid, word & 0xFFFF, 0).to(tl.int32)
+        while tl.max(bits) > 0:
+            some = bits > 0
+            lowest = bits & -bits
+            lane = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the exponent of a power of two
+            bits = bits ^ lowest
+            score = score_at(
+                row, scale, base, lane, some, scales, eps, FORMULA, SIXTEENTHS, TYPE0, TYPE1, TYPE2, False, False
+            )
+            bad = some & (score != score)
+            if tl.max(bad.to(tl.int32)) > 0:
+                tl.atomic_add(spoiled + owner, tl.full(owner.shape, 1, tl.int64), mask=bad, sem="relaxed")
+            key = key_of(score)
+            below = some & (key < low)  # a rough score kept it; the exact one does not
+            if tl.max(below.to(tl.int32)) > 0:
+                _drop(rows, owners, start + lane, below, STORED)
+                counted = tl.sum(tl.where(below, tl.load(row + COUNTED), 0))
+                tl.atomic_add(count + BELOW, counted, sem="relaxed")
+            some = some & (key >= low) & (key <= high)
+            found = tl.sum(some.to(tl.int32))
+            slot = tl.atomic_add(count + LISTED, found.to(tl.int64), sem="relaxed")
+            where = slot + tl.cumsum(some.to(tl.int32), 0) - 1
+            fits = some & (where < room)
+            tl.store(positions + begin + where, start + lane, mask=fits)
+            tl.store(keys + begin + where, key, mask=fits)
+            if slot + found > room:
+                tl.store(count + OVER, tl.full((), 1, tl.int64))
+
+
+@triton.jit
+def _tally(rows, owners, block_groups, counters, rooms, positions, keys, ranges, counts, PEERS: tl.constexpr):
+    group, place, valid = _collected(block_groups, counters, rooms, LISTED)
+    if tl.max(valid.to(tl.int32)) > 0:
+        if PEERS:
+            tile = tl.load(positions + place, mask=valid, other=0) // TILE
+            owner = tl.load(owners + tile, mask=valid, other=0).to(tl.int64)
+            valid = valid & (tl.load(rows + owner * COLUMNS + COUNTED, mask=valid, other=0) != 0)
+        _add_to_histogram(tl.load(keys + place, mask=valid, other=0), valid, group, ranges, counts)
+
+
+@triton.jit
 def _settle(
     rows, owners, block_groups, counters, failed, rooms, positions, keys, ranges, few, equal,
     STORED: tl.constexpr, PEERS: tl.constexpr,
 ):  # fmt: skip
-    group, place, valid = _collected(block_groups, counters, rooms)
+    group, place, valid = _collected(block_groups, counters, rooms, LISTED)
     if (tl.load(failed + group) == 0) & (tl.max(valid.to(tl.int32)) > 0):
         cut = tl.load(ranges + group * 4 + LOW)
         key = tl.load(keys + place, mask=valid, other=0)
@@ -234,7 +358,7 @@ def _settle(
         same = valid & (key == cut)
         found = tl.sum(same.to(tl.int32))
         if found > 0:
-            slot = tl.atomic_add(counters + group * 4 + EQUAL, found.to(tl.int64), sem="relaxed")
+            slot = tl.atomic_add(counters + group * COUNTERS + EQUAL, found.to(tl.int64), sem="relaxed")
             where = slot + tl.cumsum(same.to(tl.int32), 0) - 1
             tl.store(few + group * FEW + where, position, mask=same & (where < FEW))
             if PEERS:
@@ -245,7 +369,7 @@ def _settle(
 @triton.jit
 def _order(rows, owners, counters, failed, ranges, few, quotas, STORED: tl.constexpr, PEERS: tl.constexpr):
     group = tl.program_id(0).to(tl.int64)
-    found = tl.load(counters + group * 4 + EQUAL)
+    found = tl.load(counters + group * COUNTERS + EQUAL)
     if found > FEW:
         if tl.load(failed + group) == 0:
             tl.store(failed + group, tl.full((), CROWDED, tl.int64))
@@ -269,28 +393,24 @@ def _order(rows, owners, counters, failed, ranges, few, quotas, STORED: tl.const
 
 @triton.jit
 def _give_up(
-    rows, scales, owners, tiles, given, given_tile, eps, ranges, before, quotas,
+    rows, scales, owners, tiles, first, given, eps, ranges, before, quotas,
     FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
-    KIND: tl.constexpr, STORED: tl.constexpr, ALIGNED: tl.constexpr,
+    KIND: tl.constexpr, LISTS: tl.constexpr, STORED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.load(tiles + tl.program_id(0)).to(tl.int64)
-    owner = tl.load(owners + tile).to(tl.int64)
+    tile, owner, row, start, left = _tile(rows, owners, tiles, first, LISTS, ALIGNED)
     quota = tl.load(quotas + owner)
     earlier = tl.load(before + tile)
     if earlier < quota:
-        row = rows + owner * COLUMNS
-        numel = tl.load(row + NUMEL)
-        first = tl.load(row + FIRST)
-        start = (tile - first) * TILE
-        index = start + tl.arange(0, TILE)
-        valid = index < numel
-        alive = alive_at(row, index, valid, KIND, ALIGNED)
+        lane = tl.arange(0, TILE)
+        valid = lane < left
+        alive = alive_at(row, start, lane, valid, KIND, ALIGNED)
+        mine = given + tl.program_id(0).to(tl.int64) * TILE
         score = score_at(
-            row, tl.load(scales + owner), index, valid, given, (given_tile - first) * TILE, eps,
-            FORMULA, SIXTEENTHS, TYPE0, TYPE1, TYPE2, ALIGNED,
+            row, tl.load(scales + owner), start, lane, valid, mine, eps,
+            FORMULA, SIXTEENTHS, TYPE0, TYPE1, TYPE2, ALIGNED, False,
         )  # fmt: skip
         cut = value_of(tl.load(ranges + tl.load(row + GROUP) * 4 + LOW))
         same = alive & (score == cut)
         rank = earlier + tl.cumsum(same.to(tl.int32), 0)
         kept = (alive & (score > cut)) | (same & (rank > quota))
-        _write_mask(tl.load(row + MASK), index, kept, valid, start, numel, STORED, ALIGNED)
+        _write_mask(row, start, lane, kept, _in_words(kept, lane), left, STORED, ALIGNED)

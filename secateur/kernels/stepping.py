@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import accumulate, groupby
 
 import torch
 import triton
@@ -14,7 +12,7 @@ from torch import Tensor
 from secateur.kernels.launching import TYPES
 from secateur.kernels.parts import Part
 from secateur.kernels.scoring import BITS, BOOL, bit_at, read
-from secateur.kernels.table import mask_kind, to_device
+from secateur.kernels.table import layout, mask_kind, to_device
 
 TILE = 2048
 SPAN: tl.constexpr = tl.constexpr(TILE)
@@ -32,36 +30,37 @@ def _place(rows, owners, ALIGNED: tl.constexpr):
     tile = tl.program_id(0)
     owner = tl.load(owners + tile).to(tl.int64)
     row = rows + owner * COLUMNS
-    numel = tl.load(row + NUMEL)
+    start = (tile - tl.load(row + FIRST)) * SPAN
+    left = tl.minimum(tl.load(row + NUMEL) - start, SPAN).to(tl.int32)
     if ALIGNED:
-        numel = tl.multiple_of(numel, 16)
-    index = (tile - tl.load(row + FIRST)) * SPAN + tl.arange(0, SPAN)
-    return owner, row, index, index < numel
+        left = tl.multiple_of(left, 16)
+    lane = tl.arange(0, SPAN)
+    return owner, row, start, lane, lane < left
 
 
 @triton.jit
-def _kept(row, index, valid, MASKED: tl.constexpr, ALIGNED: tl.constexpr):
+def _kept(row, start, lane, valid, MASKED: tl.constexpr, ALIGNED: tl.constexpr):
     kept = valid
     if MASKED == BITS:
-        kept = bit_at(tl.load(row + MASK), index, valid) != 0
+        kept = bit_at(tl.load(row + MASK), start, lane, valid) != 0
     elif MASKED == BOOL:
-        kept = read(tl.load(row + MASK), index, valid, tl.int8, ALIGNED) != 0
+        kept = read(tl.load(row + MASK), start, lane, valid, tl.int8, ALIGNED) != 0
     return kept
 
 
 @triton.jit
-def _write(address, index, values, valid, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = address.to(tl.pointer_type(DTYPE))
+def _write(address, start, lane, values, valid, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(DTYPE)) + start
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
-    tl.store(pointer + index, values.to(DTYPE), mask=valid)
+    tl.store(pointer + lane, values.to(DTYPE), mask=valid)
 
 
 @triton.jit
 def _zero(rows, owners, DTYPE: tl.constexpr, MASKED: tl.constexpr, ALIGNED: tl.constexpr):
-    _, row, index, valid = _place(rows, owners, ALIGNED)
-    gone = valid & (_kept(row, index, valid, MASKED, ALIGNED) == 0)
-    _write(tl.load(row), index, tl.zeros((SPAN,), DTYPE), gone, DTYPE, False)
+    _, row, start, lane, valid = _place(rows, owners, ALIGNED)
+    gone = valid & (_kept(row, start, lane, valid, MASKED, ALIGNED) == 0)
+    _write(tl.load(row), start, lane, tl.zeros((SPAN,), DTYPE), gone, DTYPE, False)
 
 
 @triton.jit
@@ -70,12 +69,12 @@ def _adamw(
     PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, STATE: tl.constexpr, MASKED: tl.constexpr,
     AMSGRAD: tl.constexpr, CLIPPED: tl.constexpr, SOFT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    owner, row, index, valid = _place(rows, owners, ALIGNED)
+    owner, row, start, lane, valid = _place(rows, owners, ALIGNED)
     mine = numbers + owner * NUMBERS
-    parameter = read(tl.load(row), index, valid, PARAMETER, ALIGNED).to(tl.float32)
-    gradient = read(tl.load(row + 1), index, valid, GRADIENT, ALIGNED).to(tl.float32) * tl.load(mine + 6)
-    first = read(tl.load(row + 2), index, valid, STATE, ALIGNED).to(tl.float32)
-    second = read(tl.load(row + 3), index, valid, STATE, ALIGNED).to(tl.float32)
+    parameter = read(tl.load(row), start, lane, valid, PARAMETER, ALIGNED).to(tl.float32)
+    gradient = read(tl.load(row + 1), start, lane, valid, GRADIENT, ALIGNED).to(tl.float32) * tl.load(mine + 6)
+    first = read(tl.load(row + 2), start, lane, valid, STATE, ALIGNED).to(tl.float32)
+    second = read(tl.load(row + 3), start, lane, valid, STATE, ALIGNED).to(tl.float32)
     if SOFT:
         first = first * tl.load(soft)
         second = second * tl.load(soft + 1)
@@ -89,28 +88,20 @@ def _adamw(
     second = beta2 * second + (square - beta2 * square)
     largest = second
     if AMSGRAD:
-        largest = tl.maximum(read(tl.load(row + 4), index, valid, STATE, ALIGNED).to(tl.float32), second)
+        largest = tl.maximum(read(tl.load(row + 4), start, lane, valid, STATE, ALIGNED).to(tl.float32), second)
     divisor = tl.sqrt_rn(largest) * tl.load(mine + 4) + tl.load(mine + 5)
     parameter = parameter - tl.div_rn(tl.load(mine + 3) * first, divisor)
     if MASKED != 0:
-        kept = _kept(row, index, valid, MASKED, ALIGNED)
+        kept = _kept(row, start, lane, valid, MASKED, ALIGNED)
         parameter = tl.where(kept, parameter, 0.0)
         first = tl.where(kept, first, 0.0)
         second = tl.where(kept, second, 0.0)
         largest = tl.where(kept, largest, 0.0)
-    _write(tl.load(row), index, parameter, valid, PARAMETER, ALIGNED)
-    _write(tl.load(row + 2), index, first, valid, STATE, ALIGNED)
-    _write(tl.load(row + 3), index, second, valid, STATE, ALIGNED)
+    _write(tl.load(row), start, lane, parameter, valid, PARAMETER, ALIGNED)
+    _write(tl.load(row + 2), start, lane, first, valid, STATE, ALIGNED)
+    _write(tl.load(row + 3), start, lane, second, valid, STATE, ALIGNED)
     if AMSGRAD:
-        _write(tl.load(row + 4), index, largest, valid, STATE, ALIGNED)
-
-
-@lru_cache(maxsize=64)
-def _owners(sizes: tuple[int, ...], device: torch.device) -> tuple[list[int], Tensor]:
-    """First tile of each tensor, and which tensor each tile is of. The same from step to step, so it is kept."""
-    counts = [-(-size // TILE) for size in sizes]
-    owners = torch.arange(len(sizes), device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
-    return [0, *accumulate(counts)], to_device(owners, torch.int32, device)
+        _write(tl.load(row + 4), start, lane, largest, valid, STATE, ALIGNED)
 
 
 def _aligned(tensors: Sequence[Tensor | None]) -> bool:
@@ -121,7 +112,7 @@ def _table(rows: Sequence[Sequence[Tensor | None]], masks: Sequence[Tensor | Non
     """Rows for tensors that go together (up to five addresses each), and the owners of their tiles."""
     leading = [row[0] for row in rows]
     device = leading[0].device  # type: ignore[union-attr]
-    first, owners = _owners(tuple(t.numel() for t in leading), device)  # type: ignore[union-attr]
+    first, owners = layout(tuple(t.numel() for t in leading), TILE, device)  # type: ignore[union-attr]
     table = []
     for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         addresses = [*(0 if t is None else t.data_ptr() for t in row), 0, 0, 0, 0][:5]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch import Tensor
 from secateur.kernels.fusing import GIVEN, Fused, fuse
 from secateur.pieces import Piece
 
-TILE = 8192  # weights per program: few enough programs that one shared counter serves them all
+TILE = 4096  # weights per program: 16 a thread, so that loads are wide and registers leave room for other programs
 
 # Columns of a table's rows, one row per tensor; all int64.
-FACT0, FACT1, FACT2, ALIVE, MASK, NUMEL, FIRST, GROUP, COUNTED, DIVISOR, MODULUS = range(11)
+FACT0, FACT1, FACT2, ALIVE, MASK, NUMEL, FIRST, GROUP, COUNTED, DIVISOR, MODULUS, LAUNCH = range(12)
 COLUMNS = 12
 
 NOTHING, BOOL, BITS = range(3)  # how a mask is stored: not at all, a byte a weight, a bit a weight
@@ -42,7 +43,10 @@ class Launch:
     """Tiles that are handled together: their numbers, and what they have in common."""
 
     kind: Kind
-    tiles: Tensor  # int32
+    number: int
+    tiles: Tensor | None  # int32; None when they are `first`, `first + 1`, ...
+    first: int
+    count: int
     piece: int | None = None  # the only one, if its scores must be evaluated by torch and handed over
 
 
@@ -72,47 +76,50 @@ class Table:
         self.mask_kind = mask_kind(masks[0])
         self.counted = [not piece.replicated or rank == 0 for piece in pieces]
         fused = [None if piece.source is None else fuse(*piece.source) for piece in pieces]
-        counts = [-(-piece.numel // TILE) for piece in pieces]
-        self.first = [0, *accumulate(counts)]
+        self.first, self.owners = layout(tuple(piece.numel for piece in pieces), TILE, self.device)
         self.tiles = self.first[-1]
-        rows = [self._row(number, fused[number]) for number in range(len(pieces))]
+        self.launches = self._launches(fused)
+        of_piece = {number: launch.number for launch in self.launches for number in self._members[launch.number]}
+        rows = [self._row(n, known, of_piece[n]) for n, known in enumerate(fused)]
         self.rows = to_device(rows, torch.int64, self.device)
         self.scales = _scales(fused, self.device)
-        self.owners = to_device(
-            torch.arange(len(pieces), device="cpu").repeat_interleave(torch.tensor(counts, device="cpu")),
-            torch.int32,
-            self.device,
-        )
-        self.launches = self._launches(fused)
 
-    def _row(self, number: int, fused: Fused | None) -> list[int]:
+    def _row(self, number: int, fused: Fused | None, launch: int) -> list[int]:
         piece, mask = self.pieces[number], self.masks[number]
         facts = fused.facts if fused is not None else ()
         addresses = [*(fact.data_ptr() for fact in facts), 0, 0, 0][:3]
         alive = 0 if piece.alive is None else piece.alive.data_ptr()
         group, counted = self.groups[number], int(self.counted[number])
         spread = fused.spread if fused is not None else (1, 1)
-        return [*addresses, alive, mask.data_ptr(), piece.numel, self.first[number], group, counted, *spread, 0]
+        return [*addresses, alive, mask.data_ptr(), piece.numel, self.first[number], group, counted, *spread, launch]
 
     def _launches(self, fused: Sequence[Fused | None]) -> list[Launch]:
-        together: dict[Kind, list[int]] = {}
-        launches = []
+        members: dict[object, list[int]] = {}
+        kinds: dict[object, Kind] = {}
         for number, (piece, known) in enumerate(zip(self.pieces, fused, strict=True)):
             kind = _kind(piece, self.masks[number], known)
-            if known is None:
-                launches.append(Launch(kind, self._numbers([number]), number))
-            else:
-                together.setdefault(kind, []).append(number)
-        return [*(Launch(kind, self._numbers(members)) for kind, members in together.items()), *launches]
+            key: object = kind if known is not None else number
+            members.setdefault(key, []).append(number)
+            kinds[key] = kind
+        self._members = list(members.values())
+        return [self._launch(place, kinds[key], found) for place, (key, found) in enumerate(members.items())]
 
-    def _numbers(self, members: Sequence[int]) -> Tensor:
-        """The tiles of these pieces."""
+    def _launch(self, place: int, kind: Kind, members: list[int]) -> Launch:
+        first, end = self.first[members[0]], self.first[members[-1] + 1]
+        piece = members[0] if kind.formula == GIVEN else None
+        if members == list(range(members[0], members[-1] + 1)):
+            return Launch(kind, place, None, first, end - first, piece)
         ranges = [torch.arange(self.first[n], self.first[n + 1], device="cpu") for n in members]
-        return to_device(torch.cat(ranges), torch.int32, self.device)
+        tiles = to_device(torch.cat(ranges), torch.int32, self.device)
+        return Launch(kind, place, tiles, 0, tiles.numel(), piece)
 
-    def tiles_of(self, piece: int) -> slice:
-        """The numbers of a piece's tiles."""
-        return slice(self.first[piece], self.first[piece + 1])
+
+@lru_cache(maxsize=32)
+def layout(sizes: tuple[int, ...], tile: int, device: torch.device) -> tuple[list[int], Tensor]:
+    """First tile of each tensor, and which tensor each tile is of (int32). The same from step to step, so it is kept."""
+    counts = [-(-size // tile) for size in sizes]
+    owners = torch.arange(len(sizes), device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
+    return [0, *accumulate(counts)], to_device(owners, torch.int32, device)
 
 
 def _kind(piece: Piece, mask: Tensor, fused: Fused | None) -> Kind:
