@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,13 +29,13 @@ class Score:
     options: Mapping[str, Any] = field(default_factory=dict)
     allocation: str | None = None
 
-    @property
+    @cached_property
     def needs(self) -> tuple[str, ...]:
         """Names of the facts this score reads."""
         parameters = inspect.signature(self.function).parameters.values()
         return tuple(p.name for p in parameters if p.default is p.empty)
 
-    @property
+    @cached_property
     def defaults(self) -> dict[str, Any]:
         """The options the function declares, at their default values."""
         parameters = inspect.signature(self.function).parameters.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -40,10 +41,11 @@ class Board:
         starts, self.block_groups = layout(tuple(rooms), BLOCK, device)
         starts = [start * BLOCK for start in starts]
         shares = [count / max(1, all_) for count, all_ in zip(wanted, living, strict=True)]
-        numbers = torch.tensor([*(value for _ in wanted for value in WHOLE), *wanted, *starts], device="cpu")
-        bits = torch.tensor(shares, dtype=torch.float64, device="cpu").view(torch.int64)
-        sent = to_device(torch.cat((numbers, bits)), torch.int64, device)
-        self.ranges, self.wanted, self.rooms, self.shares = sent.split([4 * groups, groups, groups + 1, groups])
+        shares = struct.unpack(f"{groups}q", struct.pack(f"{groups}d", *shares))  # their bits: one message for all
+        numbers = [*table.numbers, *(WHOLE * groups), *wanted, *starts, *shares]
+        sent = to_device(numbers, torch.int64, device)
+        parts = sent.split([len(table.numbers), 4 * groups, groups, groups + 1, groups])
+        table.rows, self.ranges, self.wanted, self.rooms, self.shares = parts
         self.shares = self.shares.view(torch.float64)
         sizes = [groups * SLOTS, groups * COUNTERS, groups, pieces, pieces]
         zeros = torch.zeros(sum(sizes), dtype=torch.int64, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,74 +32,69 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Fused:
-    """A score as kernels take it: a formula, its facts in the formula's order, and its constants."""
+class Plan:
+    """How a score is fused: its formula, the facts it takes in order, and constants that hold for every tensor."""
 
     formula: int
-    facts: tuple[Tensor, ...]
+    names: tuple[str, ...]
     eps: float = 0.0
-    sixteenths: int = 0  # exponent of VARIANCE
-    scale: Any = 1.0  # factor on the first moment in MOMENTUM; a number or a tensor of one
+    sixteenths: int = 0
+    corrected: bool = False  # the first moment is scaled by Adam's bias correction
+
+
+_RULES: dict[Callable[..., Tensor], tuple[int, tuple[str, ...]]] = {
+    magnitude: (MAGNITUDE, ("weight",)),
+    bitter7: (VARIANCE, ("weight", "exp_avg_sq")),
+    variance: (VARIANCE, ("weight", "exp_avg_sq")),
+    fisher: (VARIANCE, ("weight", "exp_avg_sq")),
+    bitter3: (MOMENTUM, ("weight", "exp_avg")),
+    bitter4: (MOMENTUM, ("weight", "exp_avg")),
+    bitter8: (MOMENTUM, ("weight", "exp_avg")),
+    bitter0: (BITTER0, ("weight", "exp_avg", "exp_avg_sq")),
+    bitter6: (BITTER6, ("weight", "exp_avg", "exp_avg_sq")),
+    wanda: (WANDA, ("weight", "input_norm")),
+}
+_EXPONENTS = {bitter7: 4, fisher: 8}
+
+
+class Fused(NamedTuple):
+    """A score of one tensor as kernels take it."""
+
+    plan: Plan
+    facts: tuple[Tensor, ...]
+    scale: Any = 1.0  # factor on the first moment; a number or a tensor of one
     spread: tuple[int, int] = (1, 1)  # the last fact of WANDA is read at (index // spread[0]) % spread[1]
 
 
-def _variance(options: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    return {"eps": float(options.get("eps", 0.0)), "sixteenths": int(16 * options.get("q", 1 / 4))}
-
-
-def _fisher(options: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sixteenths": 8}
-
-
-def _eps(options: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    return {"eps": float(options["eps"])}
-
-
-def _corrected(options: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    return {"eps": float(options["eps"]), "scale": correction(facts["beta1"], facts["step"])}
-
-
-def _nothing(options: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    return {}
-
-
-Constants = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
-
-RULES: dict[Callable[..., Tensor], tuple[int, tuple[str, ...], Constants]] = {
-    magnitude: (MAGNITUDE, ("weight",), _nothing),
-    bitter7: (VARIANCE, ("weight", "exp_avg_sq"), _variance),
-    variance: (VARIANCE, ("weight", "exp_avg_sq"), _variance),
-    fisher: (VARIANCE, ("weight", "exp_avg_sq"), _fisher),
-    bitter3: (MOMENTUM, ("weight", "exp_avg"), _eps),
-    bitter4: (MOMENTUM, ("weight", "exp_avg"), _eps),
-    bitter8: (MOMENTUM, ("weight", "exp_avg"), _corrected),
-    bitter0: (BITTER0, ("weight", "exp_avg", "exp_avg_sq"), _eps),
-    bitter6: (BITTER6, ("weight", "exp_avg", "exp_avg_sq"), _eps),
-    wanda: (WANDA, ("weight", "input_norm"), _nothing),
-}
-
-
-def fuse(score: Score, facts: Mapping[str, Any]) -> Fused | None:
-    """The score of these facts as kernels take it, or None where it must be evaluated by torch."""
-    rule = RULES.get(score.function)
+def plan_for(score: Score) -> Plan | None:
+    """How this score is fused, or None if torch must evaluate it."""
+    rule = _RULES.get(score.function)
     if rule is None:
         return None
-    formula, names, constants = rule
-    tensors = tuple(facts[name] for name in names)
-    spread = (1, max(1, tensors[0].numel()))
-    if formula == WANDA:
-        found = spread_of(tensors[-1])
-        if found is None:
-            return None
-        spread = found
-    plain = tensors[:-1] if formula == WANDA else tensors
-    if not all(t.is_contiguous() for t in plain) or not all(t.dtype in FLOATS for t in tensors):
+    options = {**score.defaults, **score.options}
+    sixteenths = _EXPONENTS.get(score.function, int(16 * options.get("q", 0)))
+    return Plan(*rule, float(options.get("eps", 0.0)), sixteenths, score.function is bitter8)
+
+
+def fuse(plan: Plan | None, facts: Mapping[str, Any]) -> Fused | None:
+    """The score of these facts as kernels take it, or None where it must be evaluated by torch."""
+    if plan is None:
         return None
-    return Fused(formula, tensors, spread=spread, **constants({**score.defaults, **score.options}, facts))
+    tensors = tuple([facts[name] for name in plan.names])
+    spread: tuple[int, int] | None = (1, 1)
+    plain = tensors
+    if plan.formula == WANDA:
+        spread, plain = spread_of(tensors[-1]), tensors[:-1]
+    if spread is None or not all([t.is_contiguous() and t.dtype in FLOATS for t in plain]):
+        return None
+    scale = correction(facts["beta1"], facts["step"]) if plan.corrected else 1.0
+    return Fused(plan, tensors, scale, spread)
 
 
 def spread_of(tensor: Tensor) -> tuple[int, int] | None:
     """How an expanded tensor repeats: flat index i reads element (i // first) % second. None if it is laid out else."""
+    if tensor.dtype not in FLOATS:
+        return None
     moving = [dim for dim in range(tensor.ndim) if tensor.shape[dim] > 1 and tensor.stride(dim) != 0]
     if not moving:
         return (1, 1)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
 from secateur.kernels import selecting
 from secateur.kernels.board import BLOCK, RUN, Board
@@ -14,85 +15,114 @@ from secateur.kernels.table import TILE, Launch, Table
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# A product and a sum contracted into one rounding would change the last bit of a score.
-EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+
+_COMPILED: dict[Any, Any] = {}
 
 
-def _formula(launch: Launch) -> dict[str, Any]:
-    kind = launch.kind
-    types = {f"TYPE{place}": TYPES[dtype] for place, dtype in enumerate(kind.dtypes)}
-    return {"FORMULA": kind.formula, "SIXTEENTHS": kind.sixteenths, **types, **EXACT}
+def launch(kernel: Any, grid: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int = 8) -> None:
+    """Launch with arguments and, after them, compile-time constants. Integers among the arguments stay below 2^31.
+
+    Triton spends tens of microseconds on working out which compiled kernel is meant; a mask update is a dozen
+    launches in a millisecond. So what it found is remembered, by all that it may depend on here.
+    """
+    if not grid:
+        return
+    if isinstance(kernel, InterpretedFunction):
+        names = kernel.arg_names[len(arguments) :]
+        kernel[(grid,)](*arguments, **dict(zip(names, constants, strict=True)))
+        return
+    aligned = tuple([value.data_ptr() & 15 == 0 for value in arguments if isinstance(value, Tensor)])
+    key = kernel, arguments[0].device, constants, aligned
+    if (found := _COMPILED.get(key)) is not None:
+        found[(grid, 1, 1)](*arguments, *constants)
+        return
+    names = kernel.arg_names[len(arguments) :]
+    # A product and a sum contracted into one rounding would change the last bit of a score.
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    _COMPILED[key] = kernel[(grid,)](*arguments, **dict(zip(names, constants, strict=True)), **options)
 
 
-def survey(table: Table, board: Board, launch: Launch, shift: int) -> None:
-    runs = -(-launch.count * (TILE // RUN) >> shift)
-    tiles = board.keys if launch.tiles is None else launch.tiles
-    selecting._survey[(-(-runs * RUN // TILE),)](
-        table.rows, table.scales, table.owners, tiles, launch.first, launch.count, shift, launch.kind.eps,
-        board.ranges, board.counts, **_formula(launch), KIND=launch.kind.alive, LISTS=launch.tiles is not None,
-        ROUGH=shift > 0, num_warps=8,
+def _formula(launch: Launch) -> tuple[Any, ...]:
+    plan, types = launch.kind.plan, launch.kind.dtypes
+    return plan.formula, plan.sixteenths, TYPES[types[0]], TYPES[types[1]], TYPES[types[2]]
+
+
+def _tiles(board: Board, of: Launch) -> Tensor:
+    return board.keys if of.tiles is None else of.tiles
+
+
+def survey(table: Table, board: Board, of: Launch, shift: int) -> None:
+    runs = -(-of.count * (TILE // RUN) >> shift)
+    arguments = (
+        table.rows, table.scales, table.owners, _tiles(board, of), of.first, of.count, shift, of.kind.plan.eps,
+        board.ranges, board.counts,
     )  # fmt: skip
+    constants = (*_formula(of), of.kind.alive, of.tiles is not None, shift > 0)
+    launch(selecting._survey, -(-runs * RUN // BLOCK), arguments, constants, warps=4)
 
 
 def count(board: Board, scores: Tensor, group: int) -> None:
-    selecting._count[(-(-scores.numel() // BLOCK),)](scores, scores.numel(), group, board.ranges, board.counts)
+    arguments = (scores, scores.numel(), group, board.ranges, board.counts)
+    launch(selecting._count, -(-scores.numel() // BLOCK), arguments, (), warps=4)
 
 
 def narrow(
     board: Board, *, sigmas: float | None = None, collected: bool = False, begin: bool = False, last: bool = False
 ) -> None:
-    selecting._narrow[(board.groups,)](
-        board.ranges, board.counts, board.totals, board.wanted, board.shares, board.failed, sigmas or 0.0,
-        SAMPLED=sigmas is not None, COLLECTED=collected, BEGIN=begin, LAST=last, num_warps=16, **EXACT,
+    arguments = (
+        board.ranges, board.counts, board.totals, board.wanted, board.shares, board.failed, sigmas or 0.0
     )  # fmt: skip
+    launch(selecting._narrow, board.groups, arguments, (sigmas is not None, collected, begin, last), warps=16)
 
 
-def sweep(table: Table, board: Board, launch: Launch, given: Tensor | None = None, *, careful: bool = False) -> None:
-    rough = given is None and not careful
-    selecting._sweep[(launch.count,)](
-        table.rows, table.scales, table.owners, board.keys if launch.tiles is None else launch.tiles, launch.first,
-        table.scales if given is None else given, launch.kind.eps, board.ranges, board.counters, board.rooms,
-        board.words, board.positions, board.keys, board.inside, board.spoiled, **_formula(launch),
-        KIND=launch.kind.alive, LISTS=launch.tiles is not None, STORED=table.mask_kind, ALIGNED=launch.kind.aligned,
-        ROUGH=rough, CAREFUL=careful, num_warps=8,
+def sweep(table: Table, board: Board, of: Launch, given: Tensor | None = None, *, careful: bool = False) -> None:
+    arguments = (
+        table.rows, table.scales, table.owners, _tiles(board, of), of.first, table.scales if given is None else given,
+        of.kind.plan.eps, board.ranges, board.counters, board.rooms, board.words, board.positions, board.keys,
+        board.inside, board.spoiled,
     )  # fmt: skip
+    how = (of.kind.alive, of.tiles is not None, table.mask_kind, of.kind.aligned, given is None and not careful, careful)
+    launch(selecting._sweep, of.count, arguments, (*_formula(of), *how))
 
 
-def unfold(table: Table, board: Board, launch: Launch) -> None:
-    selecting._unfold[(board.block_groups.numel(),)](
+def unfold(table: Table, board: Board, of: Launch) -> None:
+    arguments = (
         table.rows, table.scales, table.owners, board.block_groups, board.counters, board.rooms, board.words,
-        board.positions, board.keys, board.spoiled, board.ranges, launch.kind.eps, launch.number, **_formula(launch),
-        STORED=table.mask_kind, num_warps=8,
+        board.positions, board.keys, board.spoiled, board.ranges, of.kind.plan.eps, of.number,
     )  # fmt: skip
+    launch(selecting._unfold, board.block_groups.numel(), arguments, (*_formula(of), table.mask_kind))
 
 
 def tally(table: Table, board: Board, peers: bool) -> None:
-    selecting._tally[(board.block_groups.numel(),)](
+    arguments = (
         table.rows, table.owners, board.block_groups, board.counters, board.rooms, board.positions, board.keys,
-        board.ranges, board.counts, PEERS=peers, num_warps=8,
+        board.ranges, board.counts,
     )  # fmt: skip
+    launch(selecting._tally, board.block_groups.numel(), arguments, (peers,))
 
 
 def settle(table: Table, board: Board, peers: bool) -> None:
-    selecting._settle[(board.block_groups.numel(),)](
+    arguments = (
         table.rows, table.owners, board.block_groups, board.counters, board.failed, board.rooms, board.positions,
-        board.keys, board.ranges, board.few, board.equal, STORED=table.mask_kind, PEERS=peers, num_warps=8,
+        board.keys, board.ranges, board.few, board.equal,
     )  # fmt: skip
+    launch(selecting._settle, board.block_groups.numel(), arguments, (table.mask_kind, peers))
 
 
 def order(table: Table, board: Board, quotas: Tensor | None) -> None:
-    selecting._order[(board.groups,)](
+    arguments = (
         table.rows, table.owners, board.counters, board.failed, board.ranges, board.few,
-        board.few if quotas is None else quotas, STORED=table.mask_kind, PEERS=quotas is not None,
+        board.few if quotas is None else quotas,
     )  # fmt: skip
+    launch(selecting._order, board.groups, arguments, (table.mask_kind, quotas is not None))
 
 
 def give_up(
-    table: Table, board: Board, launch: Launch, before: Tensor, quotas: Tensor, given: Tensor | None = None
+    table: Table, board: Board, of: Launch, before: Tensor, quotas: Tensor, given: Tensor | None = None
 ) -> None:
-    selecting._give_up[(launch.count,)](
-        table.rows, table.scales, table.owners, board.keys if launch.tiles is None else launch.tiles, launch.first,
-        table.scales if given is None else given, launch.kind.eps, board.ranges, before, quotas, **_formula(launch),
-        KIND=launch.kind.alive, LISTS=launch.tiles is not None, STORED=table.mask_kind, ALIGNED=launch.kind.aligned,
-        num_warps=8,
+    arguments = (
+        table.rows, table.scales, table.owners, _tiles(board, of), of.first, table.scales if given is None else given,
+        of.kind.plan.eps, board.ranges, before, quotas,
     )  # fmt: skip
+    how = (of.kind.alive, of.tiles is not None, table.mask_kind, of.kind.aligned)
+    launch(selecting._give_up, of.count, arguments, (*_formula(of), *how))

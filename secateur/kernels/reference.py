@@ -24,7 +24,7 @@ from secateur.kernels.board import (
     Board,
     range_of,
 )
-from secateur.kernels.table import LAUNCH, TILE, Launch, Table
+from secateur.kernels.table import COLUMNS, LAUNCH, TILE, Launch, Table
 from secateur.masks import from_bits, to_bits
 from secateur.pieces import keys_of, values_of
 
@@ -177,7 +177,7 @@ def unfold(table: Table, board: Board, launch: Launch) -> None:
         positions = places[flags != 0]
         owners = table.owners[positions // TILE].long()
         for piece in owners.unique().tolist():
-            if int(table.rows[piece, LAUNCH]) != launch.number:
+            if int(table.rows.view(-1, COLUMNS)[piece, LAUNCH]) != launch.number:
                 continue
             mine = positions[owners == piece]
             scores = table.pieces[piece].score(mine - table.first[piece] * TILE)

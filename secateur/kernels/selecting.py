@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from secateur.kernels import board, table
-from secateur.kernels.scoring import BITS, GIVEN, alive_at, key_of, roughly, score_at, value_of
+from secateur.kernels.scoring import ALIVE, BITS, BOOL, GIVEN, alive_at, key_of, read, roughly, score_at, value_of
 
 TILE = tl.constexpr(table.TILE)
 COLUMNS = tl.constexpr(table.COLUMNS)
@@ -63,13 +63,13 @@ def _add_outside(keys, valid, group, ranges, counts):
         tl.atomic_add(counts + group * SLOTS + BINS + 1 + tl.zeros(keys.shape, tl.int64), ones, mask=above, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "shift"])
 def _survey(
     rows, scales, owners, tiles, first, count, shift, eps, ranges, counts,
     FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
     KIND: tl.constexpr, LISTS: tl.constexpr, ROUGH: tl.constexpr,
 ):  # fmt: skip
-    run = tl.program_id(0).to(tl.int64) * (TILE // RUN) + tl.arange(0, TILE // RUN)
+    run = tl.program_id(0).to(tl.int64) * (BLOCK // RUN) + tl.arange(0, BLOCK // RUN)
     jitter = ((run * 0x9E3779B1) >> 8) & ((1 << shift) - 1)
     place = ((run << shift) + jitter) * RUN
     inside = place < count.to(tl.int64) * TILE
@@ -93,7 +93,7 @@ def _survey(
     _add_outside(keys, valid, group, ranges, counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "group"])
 def _count(scores, size, group, ranges, counts):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(scores + place, mask=place < size, other=float("nan"))
@@ -162,19 +162,32 @@ def _ones_in(bits):
 
 
 @triton.jit
-def _in_words(flags, lane):
-    """Flags of a tile, sixteen to a word."""
-    return tl.sum(tl.reshape(flags.to(tl.int32) << (lane & 15), (TILE // RUN, RUN)), axis=1)
+def _in_words(values, lane):
+    """Flags of a tile (two of them, in bits 0 and 16), sixteen to a word."""
+    return tl.sum(tl.reshape(values << (lane & 15), (TILE // RUN, RUN)), axis=1)
+
+
+@triton.jit
+def _words_alive(row, start, left, KIND: tl.constexpr):
+    """Which of a tile's places exist and, where the mask is packed, compete; sixteen to a word."""
+    place = tl.arange(0, TILE // RUN)
+    word = (1 << tl.maximum(tl.minimum(left - place * RUN, RUN), 0)) - 1
+    if KIND == BITS:
+        pointer = tl.load(row + ALIVE).to(tl.pointer_type(tl.uint16)) + start // RUN
+        word = word & tl.load(pointer + place, mask=place * RUN < left, other=0).to(tl.int32)
+    return word
 
 
 @triton.jit
 def _write_mask(row, start, lane, kept, words, left, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """A tile of a mask, as bytes or as bits. Masks of bits have room for whole words."""
+    """A tile of a mask, as bytes or as bits. Masks of bits end with a whole word of 32."""
     address = tl.load(row + MASK)
     if KIND == BITS:
         place = tl.arange(0, TILE // RUN)
         pointer = address.to(tl.pointer_type(tl.uint16)) + start // RUN
-        tl.store(pointer + place, words.to(tl.uint16), mask=place * RUN < left)
+        if ALIGNED:
+            pointer = tl.multiple_of(pointer, 16)
+        tl.store(pointer + place, words.to(tl.uint16), mask=place // 2 * (2 * RUN) < left)
     else:
         pointer = address.to(tl.pointer_type(tl.int8)) + start
         if ALIGNED:
@@ -197,7 +210,7 @@ def _tile(rows, owners, tiles, first, LISTS: tl.constexpr, ALIGNED: tl.constexpr
     return tile, owner, row, start, left
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _sweep(
     rows, scales, owners, tiles, first, given, eps, ranges, counters, rooms, words, positions, keys, inside_of, spoiled,
     FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
@@ -212,29 +225,31 @@ def _sweep(
     high = value_of(tl.load(ranges + group * 4 + HIGH))
     if ROUGH:
         low, high = roughly(low, -1.0), roughly(high, 1.0)
-    alive = alive_at(row, start, lane, valid, KIND, ALIGNED)
     mine = given + tl.program_id(0).to(tl.int64) * TILE
     score = score_at(
         row, tl.load(scales + owner), start, lane, valid, mine, eps,
         FORMULA, SIXTEENTHS, TYPE0, TYPE1, TYPE2, ALIGNED, ROUGH,
     )  # fmt: skip
-    kept = alive & ((score < low) == 0)  # NaN is kept, and inside: it is found out when that is looked at
-    middle = kept & ((score > high) == 0)
+    # Not below and not above, so that NaN is inside: it is found out when that is looked at. Both go through one
+    # reduction; what is dead or past the end is taken away from words of sixteen, not from each weight.
+    alive = _words_alive(row, start, left, KIND)
+    if KIND == BOOL:
+        alive = alive & _in_words(read(tl.load(row + ALIVE), start, lane, valid, tl.int8, ALIGNED).to(tl.int32), lane)
+    both = _in_words(tl.where(score < low, 0, 1) + tl.where(score > high, 0, 1 << 16), lane)
+    stay = both & alive
+    inside = (both >> 16) & stay
+    kept = score < low
+    if STORED != BITS:
+        kept = alive_at(row, start, lane, valid, KIND, ALIGNED) & ((score < low) == 0)
+    _write_mask(row, start, lane, kept, stay, left, STORED, ALIGNED)
     if CAREFUL:
-        nan = kept & (score != score)
-        tl.atomic_add(spoiled + owner, tl.sum(nan.to(tl.int32)).to(tl.int64), sem="relaxed")
-    # One reduction packs both: sixteen bits of the mask, and above them sixteen of what is inside the range.
-    both = _in_words(kept.to(tl.int32) | (middle.to(tl.int32) << 16), lane)
-    inside = (both >> 16) & 0xFFFF
-    _write_mask(row, start, lane, kept, both & 0xFFFF, left, STORED, ALIGNED)
-    counts = tl.sum(_ones_in(both & 0xFFFF) | (_ones_in(inside) << 16))
-    living = left
-    if KIND != 0:
-        living = tl.sum(alive.to(tl.int32))
+        nan = _in_words(tl.where(score != score, 1, 0), lane) & alive
+        tl.atomic_add(spoiled + owner, tl.sum(_ones_in(nan)).to(tl.int64), sem="relaxed")
+    counts = tl.sum((_ones_in(alive) - _ones_in(stay)) | (_ones_in(inside) << 16))
     counted = tl.load(row + COUNTED)
     count = counters + group * COUNTERS
     found = counts >> 16
-    tl.atomic_add(count + BELOW, (living - (counts & 0xFFFF)).to(tl.int64) * counted, sem="relaxed")
+    tl.atomic_add(count + BELOW, (counts & 0xFFFF).to(tl.int64) * counted, sem="relaxed")
     if CAREFUL:
         tl.atomic_add(count + INSIDE, found.to(tl.int64) * counted, sem="relaxed")
         tl.store(inside_of + tile, found)
@@ -243,6 +258,7 @@ def _sweep(
         room = tl.load(rooms + group + 1) - begin
         if FORMULA == GIVEN:
             slot = tl.atomic_add(count + LISTED, found.to(tl.int64), sem="relaxed")
+            middle = ((score < low) == 0) & ((score > high) == 0) & alive_at(row, start, lane, valid, KIND, ALIGNED)
             where = begin + slot + tl.cumsum(middle.to(tl.int32), 0) - 1
             fits = middle & (where < begin + room)
             tl.store(positions + where, tile * TILE + lane, mask=fits)
@@ -285,7 +301,7 @@ def _drop(rows, owners, position, gone, STORED: tl.constexpr):
         tl.store(address.to(tl.pointer_type(tl.int8)) + index, tl.zeros(index.shape, tl.int8), mask=gone)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["launch"])
 def _unfold(
     rows, scales, owners, block_groups, counters, rooms, words, positions, keys, spoiled, ranges, eps, launch,
     FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
@@ -381,17 +397,19 @@ def _order(rows, owners, counters, failed, ranges, few, quotas, STORED: tl.const
         quota = tl.zeros((FEW,), tl.int64) + tl.load(ranges + group * 4 + RANK)
         if PEERS:
             quota = tl.load(quotas + owner, mask=valid, other=0)
-        earlier = tl.zeros((FEW,), tl.int64)
-        for other in range(found):
-            rival = tl.load(few + group * FEW + other)
-            before = rival < position
+        earlier = tl.zeros((FEW,), tl.int32)
+        for begin in range(0, found, 16):
+            other = begin + tl.arange(0, 16)
+            rival = tl.load(few + group * FEW + other, mask=other < found, other=0)
+            before = (other < found)[None, :] & (rival[None, :] < position[:, None])
             if PEERS:
-                before = before & (tl.load(owners + rival // TILE) == owner)
-            earlier += before.to(tl.int64)
+                theirs = tl.load(owners + rival // TILE, mask=other < found, other=0)
+                before = before & (theirs[None, :] == owner[:, None])
+            earlier += tl.sum(before.to(tl.int32), axis=1)
         _drop(rows, owners, position, valid & (earlier < quota), STORED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _give_up(
     rows, scales, owners, tiles, first, given, eps, ranges, before, quotas,
     FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
@@ -413,4 +431,4 @@ def _give_up(
         same = alive & (score == cut)
         rank = earlier + tl.cumsum(same.to(tl.int32), 0)
         kept = (alive & (score > cut)) | (same & (rank > quota))
-        _write_mask(row, start, lane, kept, _in_words(kept, lane), left, STORED, ALIGNED)
+        _write_mask(row, start, lane, kept, _in_words(kept.to(tl.int32), lane), left, STORED, ALIGNED)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from secateur.kernels.launching import TYPES
+from secateur.kernels.launching import TYPES, launch
 from secateur.kernels.parts import Part
 from secateur.kernels.scoring import BITS, BOOL, bit_at, read
 from secateur.kernels.table import layout, mask_kind, to_device
@@ -127,9 +127,7 @@ def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
         members = [number for number, found in enumerate(kinds) if found == kind and tensors[number].numel()]
         if members:
             rows, owners = _table([[tensors[n]] for n in members], [masks[n] for n in members])
-            _zero[(owners.numel(),)](
-                rows, owners, DTYPE=BIT_TYPES[kind[0]], MASKED=kind[1], ALIGNED=kind[2], num_warps=8
-            )
+            launch(_zero, owners.numel(), (rows, owners), (BIT_TYPES[kind[0]], kind[1], kind[2]))
 
 
 def adamw(parts: Sequence[Part], soft: Tensor | None = None) -> None:
@@ -153,11 +151,9 @@ def _launch(parts: Sequence[Part], kind: tuple[object, ...], soft: Tensor | None
     )
     numbers = to_device([_numbers(part) for part in parts], torch.float32, rows.device)
     parameter, gradient, state, masked, amsgrad, clipped, aligned = kind
-    _adamw[(owners.numel(),)](
-        rows, owners, numbers, numbers if soft is None else soft,
-        PARAMETER=TYPES[parameter], GRADIENT=TYPES[gradient], STATE=TYPES[state], MASKED=masked,
-        AMSGRAD=amsgrad, CLIPPED=clipped, SOFT=soft is not None, ALIGNED=aligned, num_warps=8,
-    )  # fmt: skip
+    types = TYPES[parameter], TYPES[gradient], TYPES[state]
+    constants = (*types, masked, amsgrad, clipped, soft is not None, aligned)
+    launch(_adamw, owners.numel(), (rows, owners, numbers, numbers if soft is None else soft), constants)
 
 
 def _numbers(part: Part) -> list[float]:

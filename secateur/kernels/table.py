@@ -9,31 +9,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from secateur.kernels.fusing import GIVEN, Fused, fuse
+from secateur.kernels.fusing import GIVEN, Fused, Plan, fuse, plan_for
 from secateur.pieces import Piece
 
-TILE = 4096  # weights per program: 16 a thread, so that loads are wide and registers leave room for other programs
+TILE = 8192  # weights per program: 32 a thread
 
 # Columns of a table's rows, one row per tensor; all int64.
 FACT0, FACT1, FACT2, ALIVE, MASK, NUMEL, FIRST, GROUP, COUNTED, DIVISOR, MODULUS, LAUNCH = range(12)
 COLUMNS = 12
 
+GIVEN_PLAN = Plan(GIVEN, ())
+
 NOTHING, BOOL, BITS = range(3)  # how a mask is stored: not at all, a byte a weight, a bit a weight
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """What a kernel is compiled for, and its constants. Tensors of one kind share a launch."""
 
-    formula: int
-    sixteenths: int
-    eps: float
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    plan: Plan
+    dtypes: tuple[torch.dtype, ...]
     alive: int
     aligned: bool  # all addresses and sizes are multiples of 16, so that loads may be wide
 
@@ -50,11 +49,14 @@ class Launch:
     piece: int | None = None  # the only one, if its scores must be evaluated by torch and handed over
 
 
-def new_mask(numel: int, kind: int, device: torch.device) -> Tensor:
-    """Memory for a flat mask. Bits come in whole words of 32, since single ones are cleared by atomic operations."""
-    if kind == BITS:
-        return torch.zeros(-(-numel // 32) * 4, dtype=torch.uint8, device=device)
-    return torch.empty(numel, dtype=torch.bool, device=device)
+def new_masks(sizes: Sequence[int], kind: int, device: torch.device) -> list[Tensor]:
+    """Memory for flat masks, in one piece. Bits come in whole words, since single ones are cleared atomically."""
+    if kind == BOOL:
+        return [torch.empty(size, dtype=torch.bool, device=device) for size in sizes]
+    used = [-(-size // 32) * 4 for size in sizes]
+    room = [-(-size // 16) * 16 for size in used]
+    parts = torch.empty(sum(room), dtype=torch.uint8, device=device).split(room)
+    return [part[:size] for part, size in zip(parts, used, strict=True)]
 
 
 def mask_kind(mask: Tensor | None) -> int:
@@ -75,39 +77,45 @@ class Table:
         self.pieces, self.groups, self.masks, self.device = pieces, groups, masks, pieces[0].device
         self.mask_kind = mask_kind(masks[0])
         self.counted = [not piece.replicated or rank == 0 for piece in pieces]
-        fused = [None if piece.source is None else fuse(*piece.source) for piece in pieces]
-        self.first, self.owners = layout(tuple(piece.numel for piece in pieces), TILE, self.device)
+        self.first, self.owners = layout(tuple([piece.numel for piece in pieces]), TILE, self.device)
         self.tiles = self.first[-1]
-        self.launches = self._launches(fused)
-        of_piece = {number: launch.number for launch in self.launches for number in self._members[launch.number]}
-        rows = [self._row(n, known, of_piece[n]) for n, known in enumerate(fused)]
-        self.rows = to_device(rows, torch.int64, self.device)
-        self.scales = _scales(fused, self.device)
+        self.numbers: list[int] = []  # the rows, for the board to send to the device together with its own
+        self.rows = self.owners
+        plans: dict[int, Plan | None] = {}
+        members: dict[Any, list[int]] = {}
+        scales: list[Any] = []
+        for number, piece in enumerate(pieces):
+            fused = None
+            if piece.source is not None:
+                score, facts = piece.source
+                if id(score) not in plans:
+                    plans[id(score)] = plan_for(score)
+                fused = fuse(plans[id(score)], facts)
+            kind, row = self._describe(number, piece, fused)
+            found = members.setdefault(kind if fused is not None else (kind, number), [])
+            found.append(number)
+            scales.append(1.0 if fused is None else fused.scale)
+            self.numbers += [*row, len(members) - 1 if len(found) == 1 else self.numbers[found[0] * COLUMNS + LAUNCH]]
+        self.launches = [self._launch(place, key, found) for place, (key, found) in enumerate(members.items())]
+        self.scales = _scales(scales, self.device)
 
-    def _row(self, number: int, fused: Fused | None, launch: int) -> list[int]:
-        piece, mask = self.pieces[number], self.masks[number]
+    def _describe(self, number: int, piece: Piece, fused: Fused | None) -> tuple[Kind, list[int]]:
+        """What this piece has in common with others, and its row but for the launch it belongs to."""
         facts = fused.facts if fused is not None else ()
-        addresses = [*(fact.data_ptr() for fact in facts), 0, 0, 0][:3]
-        alive = 0 if piece.alive is None else piece.alive.data_ptr()
-        group, counted = self.groups[number], int(self.counted[number])
+        addresses = [fact.data_ptr() for fact in facts] + [0, 0, 0]
+        alive, mask = 0 if piece.alive is None else piece.alive.data_ptr(), self.masks[number].data_ptr()
+        aligned = (piece.numel | addresses[0] | addresses[1] | addresses[2] | alive | mask) & 15 == 0
+        types = tuple([fact.dtype for fact in facts]) + (torch.float32,) * (3 - len(facts))
+        kind = Kind(GIVEN_PLAN if fused is None else fused.plan, types, mask_kind(piece.alive), aligned)
         spread = fused.spread if fused is not None else (1, 1)
-        return [*addresses, alive, mask.data_ptr(), piece.numel, self.first[number], group, counted, *spread, launch]
+        counted = int(self.counted[number])
+        row = [*addresses[:3], alive, mask, piece.numel, self.first[number], self.groups[number], counted, *spread]
+        return kind, row
 
-    def _launches(self, fused: Sequence[Fused | None]) -> list[Launch]:
-        members: dict[object, list[int]] = {}
-        kinds: dict[object, Kind] = {}
-        for number, (piece, known) in enumerate(zip(self.pieces, fused, strict=True)):
-            kind = _kind(piece, self.masks[number], known)
-            key: object = kind if known is not None else number
-            members.setdefault(key, []).append(number)
-            kinds[key] = kind
-        self._members = list(members.values())
-        return [self._launch(place, kinds[key], found) for place, (key, found) in enumerate(members.items())]
-
-    def _launch(self, place: int, kind: Kind, members: list[int]) -> Launch:
+    def _launch(self, place: int, key: Any, members: list[int]) -> Launch:
+        kind, piece = (key, None) if isinstance(key, Kind) else key
         first, end = self.first[members[0]], self.first[members[-1] + 1]
-        piece = members[0] if kind.formula == GIVEN else None
-        if members == list(range(members[0], members[-1] + 1)):
+        if len(members) == members[-1] + 1 - members[0]:
             return Launch(kind, place, None, first, end - first, piece)
         ranges = [torch.arange(self.first[n], self.first[n + 1], device="cpu") for n in members]
         tiles = to_device(torch.cat(ranges), torch.int32, self.device)
@@ -122,21 +130,14 @@ def layout(sizes: tuple[int, ...], tile: int, device: torch.device) -> tuple[lis
     return [0, *accumulate(counts)], to_device(owners, torch.int32, device)
 
 
-def _kind(piece: Piece, mask: Tensor, fused: Fused | None) -> Kind:
-    facts = fused.facts if fused is not None else ()
-    stored = [*(fact.dtype for fact in facts), torch.float32, torch.float32, torch.float32]
-    addresses = [tensor.data_ptr() for tensor in (*facts, mask, piece.alive) if tensor is not None]
-    aligned = piece.numel % 16 == 0 and not any(address % 16 for address in addresses)
-    alive = mask_kind(piece.alive)
-    if fused is None:
-        return Kind(GIVEN, 0, 0.0, (stored[0], stored[1], stored[2]), alive, aligned)
-    return Kind(fused.formula, fused.sixteenths, fused.eps, (stored[0], stored[1], stored[2]), alive, aligned)
-
-
-def _scales(fused: Sequence[Fused | None], device: torch.device) -> Tensor:
+def _scales(scales: Sequence[Any], device: torch.device) -> Tensor:
     """The scale of every piece; those that are tensors on the device never visit the host."""
-    scales = [1.0 if known is None else known.scale for known in fused]
     if not any(isinstance(scale, Tensor) for scale in scales):
-        return to_device(scales, torch.float32, device)
+        return _numbers(tuple(scales), device)
     tensors = [torch.as_tensor(scale, dtype=torch.float64).to(device, non_blocking=True) for scale in scales]
     return torch.stack(tensors).float()
+
+
+@lru_cache(maxsize=8)
+def _numbers(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return to_device(values, torch.float32, device)
