@@ -1,6 +1,6 @@
 """Secateur makes PyTorch networks sparse while they train: exact masks from scores read off the optimizer's state."""
 
-from secateur import selection
+from secateur import optim, selection
 from secateur.errors import SecateurError
 from secateur.patterns import select
 from secateur.pruner import Pruner
@@ -18,6 +18,7 @@ __all__ = [
     "cubic",
     "late_cubic",
     "linear",
+    "optim",
     "score",
     "scores",
     "select",

@@ -93,6 +93,7 @@ def spread(shares: Sequence[float], lower: Sequence[int], upper: Sequence[int], 
 def lamp_histogram(piece: Piece, peers: Peers) -> Tensor:
     """Living scores of a piece by the leading bits of their keys, over all peers."""
     counts = torch.zeros(LAMP_BINS + 3, dtype=torch.int64, device="cpu")  # the last two count negatives and NaN
+    piece = piece.unpacked()
     for chunk in piece.chunks() if piece.counted(peers) else ():
         scores = piece.score(chunk)
         keys = keys_of(scores if piece.alive is None else scores[piece.alive[chunk]])

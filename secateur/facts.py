@@ -113,18 +113,21 @@ class Facts:
                 sign = 1 if self._group(site).get("maximize") else -1
                 self.kept["movement_sum"][site.name].addcmul_(weight, gradient, value=sign)
 
-    def target(self, site: Site, alive: Tensor, peers: Peers) -> Target:
+    def target(self, site: Site, alive: Tensor, dead: int, peers: Peers) -> Target:
         """The site as a selection sees it: scores evaluated on demand from the facts of this process's part."""
         part, whole = local(site.parameter.detach()), site.parameter.shape
         first = site.start + placement(site.parameter).first_row * whole[1:].numel()
+        facts = self.of(site)
         piece = Piece(
             site.name,
             part.numel(),
             whole.numel(),
-            evaluator(self._score, self.of(site), first, part.device),
+            evaluator(self._score, facts, first, part.device),
             part.device,
-            alive.view(-1),
+            alive.view(-1) if dead else None,
             replicated=peers.size > 1 and not is_sharded(site.parameter),
+            source=(self._score, facts),
+            dead=dead,
         )
         return Target(piece, tuple(part.shape), tuple(whole), site.layout)
 

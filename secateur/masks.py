@@ -1,51 +1,16 @@
-"""Masks: True is kept. Kept as bool beside the weights, packed to one bit a weight when saved."""
+"""Masks: True is kept. Held beside the weights, as bits where kernels read them and as bools elsewhere."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from secateur import kernels
+from secateur.bits import as_bool, to_bits
 from secateur.errors import StateError
 from secateur.pieces import mixed
-
-
-def pack(mask: Tensor) -> Tensor:
-    """One bit per weight, row by row: uint8 [rows, ceil(rest / 8)], which shards along dim 0 as the weight does."""
-    rows = mask.flatten(1)
-    packed = torch.zeros(rows.shape[0], -(-rows.shape[1] // 8), dtype=torch.uint8, device=mask.device)
-    for bit in range(8):
-        part = rows[:, bit::8].to(torch.uint8)
-        packed[:, : part.shape[1]] |= part << bit
-    return packed
-
-
-def packed_bytes(shape: Sequence[int]) -> int:
-    """How many bytes `pack` makes of a mask of this shape."""
-    return shape[0] * -(-math.prod(shape[1:]) // 8)
-
-
-def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """The bool mask of this shape that `pack` was given."""
-    mask = torch.empty(tuple(shape), dtype=torch.bool, device=packed.device)
-    rows = mask.flatten(1)
-    for bit in range(8):
-        part = rows[:, bit::8]
-        part.copy_((packed[:, : part.shape[1]] >> bit) & 1)
-    return mask
-
-
-def to_bits(mask: Tensor) -> Tensor:
-    """A flat bool mask as kernels take it: one bit a weight, in whole words of 32."""
-    padded = torch.nn.functional.pad(mask, (0, -mask.numel() % 32))
-    return pack(padded.view(1, -1)).view(-1)
-
-
-def from_bits(bits: Tensor, numel: int) -> Tensor:
-    """The flat bool mask that `to_bits` was given."""
-    return unpack(bits.view(1, -1), (1, 8 * bits.numel())).view(-1)[:numel]
 
 
 PART = 1 << 22  # weights masked at a time
@@ -66,6 +31,39 @@ def apply(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
         kept += mask.split(rows)
     if bits:
         torch._foreach_mul_(bits, kept)
+
+
+class Held:
+    """The masks of some weights as this process holds them, and how many weights each removes here."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.shapes = [weight.shape for weight in weights]
+        self.packed = kernels.serves(*weights)
+        whole = [torch.ones(weight.shape, dtype=torch.bool, device=weight.device) for weight in weights]
+        self.masks = [to_bits(mask.view(-1)) for mask in whole] if self.packed else whole
+        self.dead = [0] * len(weights)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        return [mask.device for mask in self.masks]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(mask.nbytes for mask in self.masks)
+
+    def bools(self, number: int) -> Tensor:
+        """A mask as bools in its weight's shape: the one that is held, or made from its bits."""
+        return as_bool(self.masks[number], self.shapes[number])
+
+    def take(self, masks: Sequence[Tensor], kept: Sequence[int] | None = None) -> None:
+        """Hold these flat masks from now on. Bools are written where the old ones are, so views of them stay good."""
+        if self.packed:
+            self.masks = list(masks)
+        else:
+            for mine, mask in zip(self.masks, masks, strict=True):
+                mine.copy_(mask.view(mine.shape))
+        counts = kernels.population(self.masks) if kept is None else kept
+        self.dead = [shape.numel() - count for shape, count in zip(self.shapes, counts, strict=True)]
 
 
 def checksum(masks: Sequence[Tensor]) -> int:

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from secateur import allocation as allocations
 from secateur.errors import PatternError
-from secateur.pieces import CHUNK, DEAD_KEY, Piece, Where, flat_part
+from secateur.kernels import prune_groups, rank_tiles
+from secateur.bits import to_bits
+from secateur.pieces import CHUNK, Piece, Where, flat_part, without_lowest
 from secateur.schedules import check_sparsity
 from secateur.selection import Cut, prune_exactly, refuse_nan
 from secateur.shards import ALONE, Peers
@@ -50,6 +52,7 @@ class Selection:
 
     masks: list[Tensor]
     cuts: list[Cut | None]
+    kept: list[int] | None = None  # how many weights each mask keeps, where that is known already
 
 
 def choose(
@@ -60,13 +63,17 @@ def choose(
     pattern: Pattern | None = None,
     allocation: str | None = None,
     peers: Peers = ALONE,
+    packed: bool = False,
 ) -> Selection:
-    """Masks at exactly this sparsity. Weights that are not alive count as gone already and never return."""
+    """Masks at exactly this sparsity. Weights that are not alive count as gone already and never return.
+
+    Masks are flat, bool or, when `packed`, one bit a weight.
+    """
     if pattern is not None and pattern.kept is not None:
         most = min(pattern.inputs - pattern.kept, math.floor(sparsity * pattern.inputs + 1e-9))
-        return _rank_tiles(targets, [most] * len(targets), pattern, peers)
+        return _rank_tiles(targets, [most] * len(targets), pattern, peers, packed)
     if pattern is not None:
-        return _choose_blocks(targets, sparsity, scope, pattern, allocation, peers)
+        return _choose_blocks(targets, sparsity, scope, pattern, allocation, peers, packed)
     pieces = [target.piece for target in targets]
     dead = [piece.numel - piece.living() if piece.counted(peers) else 0 for piece in pieces]
     gone = peers.totals(dead)
@@ -77,19 +84,28 @@ def choose(
     if scope == "row":
         fractions = [k / max(1, p.total) if allocation else sparsity for k, p in zip(counts, pieces, strict=True)]
         rows = [round(f * t.tiling(None).size) for f, t in zip(fractions, targets, strict=True)]
-        return _rank_tiles(targets, rows, None, peers)
+        return _rank_tiles(targets, rows, None, peers, packed)
     if scope == "layer" or allocation is not None:
-        done = [prune_exactly([p], k - g, peers) for p, k, g in zip(pieces, counts, gone, strict=True)]
-        return Selection([masks[0] for _, masks in done], [cut for cut, _ in done])
-    cut, masks = prune_exactly(pieces, round(sparsity * sum(p.total for p in pieces)) - sum(gone), peers)
-    return Selection(masks, [cut] * len(masks))
+        more = [count - dead for count, dead in zip(counts, gone, strict=True)]
+        cuts, masks, kept = prune_groups([[piece] for piece in pieces], more, peers, packed)
+        return Selection(masks, cuts, kept)
+    count = round(sparsity * sum(p.total for p in pieces)) - sum(gone)
+    cuts, masks, kept = prune_groups([pieces], [count], peers, packed)
+    return Selection(masks, cuts * len(masks), kept)
 
 
-def _rank_tiles(targets: Sequence[Target], gone: Sequence[int], pattern: Pattern | None, peers: Peers) -> Selection:
+def _rank_tiles(
+    targets: Sequence[Target], gone: Sequence[int], pattern: Pattern | None, peers: Peers, packed: bool
+) -> Selection:
     """In every tile, the weights of lowest score go until `gone` are; those already gone count."""
+    tilings = [target.tiling(pattern) for target in targets]
+    if all(tiling.solid for tiling in tilings):
+        sizes = [tiling.size for tiling in tilings]
+        if (ready := rank_tiles([target.piece for target in targets], sizes, gone, peers, packed)) is not None:
+            return Selection(ready, [None] * len(ready))
     masks, spoiled = [], []
-    for target, count in zip(targets, gone, strict=True):
-        piece, tiling = target.piece, target.tiling(pattern)
+    for target, tiling, count in zip(targets, tilings, gone, strict=True):
+        piece = target.piece.unpacked()
         mask = torch.empty(piece.numel, dtype=torch.bool, device=piece.device)
         nan = 0
         for slab in tiling.slabs() if piece.numel else ():
@@ -100,21 +116,10 @@ def _rank_tiles(targets: Sequence[Target], gone: Sequence[int], pattern: Pattern
             scores = piece.score(where)
             nan += piece.spoiled(where, scores)
             mask[where] = without_lowest(piece.keys(where, scores).view(-1, tiling.size), count).flatten()
-        masks.append(mask)
+        masks.append(to_bits(mask) if packed else mask)
         spoiled.append(nan)
     refuse_nan([target.piece.name for target in targets], peers.totals(spoiled))
     return Selection(masks, [None] * len(masks))
-
-
-def without_lowest(keys: Tensor, count: int) -> Tensor:
-    """True for all but the `count` lowest keys of each row, ties by position; dead weights are never True."""
-    alive = keys != DEAD_KEY
-    if count == 0:
-        return alive
-    cut = keys.kthvalue(count, dim=1, keepdim=True).values
-    equal = keys == cut
-    wanted = count - (keys < cut).sum(1, keepdim=True)
-    return ((keys > cut) | (equal & (equal.cumsum(1) > wanted))) & alive
 
 
 def _rank_long_tile(piece: Piece, tiling: Tiling, tile: Where, count: int, mask: Tensor) -> int:
@@ -136,10 +141,17 @@ def _rank_long_tile(piece: Piece, tiling: Tiling, tile: Where, count: int, mask:
 
 
 def _choose_blocks(
-    targets: Sequence[Target], sparsity: float, scope: str, pattern: Pattern, allocation: str | None, peers: Peers
+    targets: Sequence[Target],
+    sparsity: float,
+    scope: str,
+    pattern: Pattern,
+    allocation: str | None,
+    peers: Peers,
+    packed: bool,
 ) -> Selection:
     """Blocks compete as weights do, each with the sum of its living members' scores; then the masks are blown up."""
     tilings = [target.tiling(pattern) for target in targets]
+    targets = [replace(target, piece=target.piece.unpacked()) for target in targets]
     pooled = []
     for target, tiling in zip(targets, tilings, strict=True):
         whole = Tiling(target.whole, tiling.tile).grid
@@ -152,7 +164,7 @@ def _choose_blocks(
             mask[tiling.members(slab)] = small[slab].repeat_interleave(tiling.size)
         if target.piece.alive is not None:
             mask.logical_and_(target.piece.alive)
-        masks.append(mask)
+        masks.append(to_bits(mask) if packed else mask)
     return Selection(masks, chosen.cuts)
 
 
@@ -179,6 +191,8 @@ def _pooled(piece: Piece, tiling: Tiling) -> Piece:
         total=piece.total // tiling.size,
         score=lambda tiles: over_slabs(tiles, total),
         alive=alive,
+        source=None,
+        dead=None,
     )
 
 

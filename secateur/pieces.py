@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from secateur.bits import from_bits
 from secateur.shards import Peers
 
 Where = slice | Tensor  # a flat range, or flat indices
@@ -91,6 +92,17 @@ def mixed(numbers: Tensor) -> Tensor:
     return bits ^ (bits >> 16)
 
 
+def without_lowest(keys: Tensor, count: int) -> Tensor:
+    """True for all but the `count` lowest keys of each row, ties by position; dead weights are never True."""
+    alive = keys != DEAD_KEY
+    if count == 0:
+        return alive
+    cut = keys.kthvalue(count, dim=1, keepdim=True).values
+    equal = keys == cut
+    wanted = count - (keys < cut).sum(1, keepdim=True)
+    return ((keys > cut) | (equal & (equal.cumsum(1) > wanted))) & alive
+
+
 @dataclass(frozen=True)
 class Piece:
     """One tensor's part in a selection, as this process sees it."""
@@ -108,11 +120,19 @@ class Piece:
     def counted(self, peers: Peers) -> bool:
         return not self.replicated or peers.rank == 0
 
+    def unpacked(self) -> Piece:
+        """The same with its mask as bools, which is what torch can index."""
+        if self.alive is None or self.alive.dtype == torch.bool:
+            return self
+        return replace(self, alive=from_bits(self.alive, self.numel))
+
     def chunks(self) -> Iterable[slice]:
         return (slice(start, min(start + CHUNK, self.numel)) for start in range(0, self.numel, CHUNK))
 
     def living(self, where: Where | None = None) -> int:
         """How many weights compete, here or in one part of here."""
+        if where is None and self.dead is not None:
+            return self.numel - self.dead
         if self.alive is not None:
             return count_of(self.alive if where is None else self.alive[where])
         return self.numel if where is None else where.stop - where.start if isinstance(where, slice) else where.numel()

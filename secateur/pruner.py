@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secateur import masks as mask_ops
+from secateur import kernels
+from secateur.bits import pack, packed_bytes, to_bits, unpack
 from secateur.errors import ScheduleError, SiteError, StateError
 from secateur.facts import Facts, was_skipped
+from secateur.masks import Held, check_saved, checksum
+from secateur.optim import AdamW
 from secateur.patterns import Target, check_choice, choose
-from secateur.pieces import Piece, count_of
+from secateur.pieces import Piece
 from secateur.registry import Score, resolve
 from secateur.report import Report, TensorRow, Update
 from secateur.schedules import Schedule, as_schedule, check_sparsity
@@ -61,7 +64,9 @@ class Pruner:
         self.schedule = as_schedule(final if sparsity is None else sparsity)
         self.updates: list[Update] = []
         self._model, self._optimizer = model, optimizer
-        self._completed = self._processed = 0  # optimizer steps taken, and those this pruner has acted on
+        # Optimizer steps taken, those this pruner has acted on, and those by which no update is owed.
+        self._completed = self._processed = self._settled = 0
+        self._reads_moments = any(need.startswith("exp_avg") for need in self.score.needs)
         self._asked = 0.0
         self._survey(skip, only)
         self._listen()
@@ -83,10 +88,7 @@ class Pruner:
             height = tile_of(site.name, site.parameter.shape, site.layout, self._pattern)[0]
             meant = f"Pattern {self._pattern.text!r}" if self._pattern else "Scope 'row'"
             check_tile(site.name, site.parameter, height, meant)
-        weights = {site.name: local(site.parameter.detach()) for site in self._sites}
-        self._masks = [
-            torch.ones_like(w, dtype=torch.bool, memory_format=torch.contiguous_format) for w in weights.values()
-        ]
+        self._held = Held([local(site.parameter.detach()) for site in self._sites])
         self._gone = [0] * len(self._sites)
         self._churn = [0] * len(self._sites)
         self._cuts: list[float | None] = [None] * len(self._sites)
@@ -124,43 +126,58 @@ class Pruner:
             return
         if last == 0:  # a score that cannot work here says so at the first step, not at the first update
             self._facts.check()
-        end = getattr(self.schedule, "end", None)
-        if now // self.every > last // self.every or (end is not None and last < end <= now):
-            self._update(now)
         self._processed = now
-        self.apply()
+        changed = self._is_due(now) and self._update(now)
+        if changed or not isinstance(self._optimizer, AdamW):  # ours has masked them in its own step
+            self.apply()
+
+    def _is_due(self, now: int) -> bool:
+        """Whether an update falls due at this step, or fell due while the moments were too young to rank by."""
+        last, end = self._settled, getattr(self.schedule, "end", None)
+        due = now // self.every > last // self.every or (end is not None and last < end <= now)
+        if due and self._reads_moments and getattr(self._optimizer, "cold", False):
+            return False
+        self._settled = now
+        return due
 
     @torch.no_grad()
-    def _update(self, step: int) -> None:
-        """Bring the masks to what the schedule asks. Nothing pruned comes back, so no more asked is nothing to do."""
+    def _update(self, step: int) -> bool:
+        """Bring the masks to what the schedule asks, and say if they changed. Nothing pruned comes back, so no more
+        asked is nothing to do."""
         asked = check_sparsity(self.schedule(step))
         if asked <= self._asked:
-            return
+            return False
         began, sent = time.perf_counter(), self._peers.bytes_sent
         targets = self._targets()
         chosen = choose(
-            targets, asked, scope=self.scope, pattern=self._pattern, allocation=self.allocation, peers=self._peers
-        )
-        for mask, new in zip(self._masks, chosen.masks, strict=True):
-            mask.copy_(new.view(mask.shape))
+            targets, asked, scope=self.scope, pattern=self._pattern, allocation=self.allocation, peers=self._peers,
+            packed=self._held.packed,
+        )  # fmt: skip
+        self._hold(chosen.masks, chosen.kept)
         before, self._gone = self._gone, self._count_gone()
         self._churn = [now - then for now, then in zip(self._gone, before, strict=True)]  # nothing comes back
         self._cuts = [None if cut is None else cut.value for cut in chosen.cuts]
         self._asked = asked
-        check_replicas(self._model, lambda: mask_ops.checksum(self._masks))
+        check_replicas(self._model, lambda: checksum([self._held.bools(number) for number in range(len(self._sites))]))
         seconds, sent = time.perf_counter() - began, self._peers.bytes_sent - sent
         self.updates.append(Update(step, asked, sum(self._gone), sum(self._churn), seconds, sent))
+        return True
+
+    def _hold(self, masks: Sequence[Tensor], kept: Sequence[int] | None = None) -> None:
+        """Take these masks, and give them to an optimizer that knows what to do with them."""
+        self._held.take(masks, kept)
+        if isinstance(self._optimizer, AdamW):
+            parameters = [site.parameter for site in self._sites]
+            self._optimizer.set_masks(dict(zip(parameters, self._held.masks, strict=True)))
 
     def _count_gone(self) -> list[int]:
         """What the masks remove from each site, over all processes; a tensor every process holds counts once."""
         counted = [self._peers.rank == 0 or is_sharded(site.parameter) for site in self._sites]
-        gone = [
-            (mask.numel() - count_of(mask.view(-1))) * mine for mask, mine in zip(self._masks, counted, strict=True)
-        ]
-        return self._peers.totals(gone)
+        return self._peers.totals([dead * mine for dead, mine in zip(self._held.dead, counted, strict=True)])
 
     def _targets(self) -> list[Target]:
-        return [self._facts.target(s, mask, self._peers) for s, mask in zip(self._sites, self._masks, strict=True)]
+        held = zip(self._sites, self._held.masks, self._held.dead, strict=True)
+        return [self._facts.target(site, mask, dead, self._peers) for site, mask, dead in held]
 
     def pieces(self) -> list[Piece]:
         """Every prunable tensor with its scores as of now, to be evaluated in parts: `piece.score(slice(0, 1000))`."""
@@ -169,17 +186,18 @@ class Pruner:
     def apply(self) -> None:
         """Zero what the masks say is gone: weights, and everything the optimizer keeps in their shape."""
         tensors, masks = [], []
-        for site, mask, gone in zip(self._sites, self._masks, self._gone, strict=True):
-            if gone:
+        for site, mask, dead in zip(self._sites, self._held.masks, self._held.dead, strict=True):
+            if dead:
                 members = [local(site.parameter.detach()), *self._facts.state(site).values()]
                 tensors += members
                 masks += [mask] * len(members)
-        mask_ops.apply(tensors, masks)
+        kernels.zero(tensors, masks)
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """Bool masks by parameter name, True = kept; sharded as the parameters are. Updated in place."""
-        return {site.name: like(mask, site.parameter) for site, mask in zip(self._sites, self._masks, strict=True)}
+        """Bool masks by parameter name, True = kept; sharded as the parameters are. Where kernels serve, masks are held
+        as bits, and these are made from them."""
+        return {site.name: like(self._held.bools(n), site.parameter) for n, site in enumerate(self._sites)}
 
     @property
     def sparsity(self) -> float:
@@ -208,8 +226,8 @@ class Pruner:
             tensors=tuple(rows),
             left_out=tuple((item.name, item.numel, item.reason) for item in self._left_out),
             updates=tuple(self.updates),
-            mask_bytes=sum(mask.nbytes for mask in self._masks),
-            packed_mask_bytes=sum(mask_ops.packed_bytes(mask.shape) for mask in self._masks),
+            mask_bytes=self._held.nbytes,
+            packed_mask_bytes=sum(packed_bytes(shape) for shape in self._held.shapes),
             fact_bytes=sum(tensor.nbytes for tensors in self._facts.kept.values() for tensor in tensors.values()),
         )
 
@@ -219,11 +237,11 @@ class Pruner:
         Masks are packed to bits. For sharded parameters the entries are DTensors, sharded alike.
         """
         state = {
-            "steps": torch.tensor([self._completed, self._processed], device="cpu"),
+            "steps": torch.tensor([self._completed, self._processed, self._settled], device="cpu"),
             "asked": torch.tensor(self._asked, dtype=torch.float64, device="cpu"),
         }
-        for site, mask in zip(self._sites, self._masks, strict=True):
-            state[f"mask.{site.name}"] = like(mask_ops.pack(mask), site.parameter)
+        for number, site in enumerate(self._sites):
+            state[f"mask.{site.name}"] = like(pack(self._held.bools(number)), site.parameter)
             state[f"shape.{site.name}"] = torch.tensor(site.parameter.shape, device="cpu")
             for fact, tensors in self._facts.kept.items():
                 state[f"{fact}.{site.name}"] = like(
@@ -235,13 +253,15 @@ class Pruner:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up where a saved Pruner of this model stopped, at any world size. Nothing changes if it does not fit."""
         expected = self.state_dict()
-        mask_ops.check_saved(expected, state)
-        for number, site in enumerate(self._sites):
-            packed = part_of(state[f"mask.{site.name}"], site.parameter)
-            self._masks[number].copy_(mask_ops.unpack(packed, self._masks[number].shape))
+        check_saved(expected, state)
+        masks = []
+        for site, shape, device in zip(self._sites, self._held.shapes, self._held.devices, strict=True):
+            mask = unpack(part_of(state[f"mask.{site.name}"], site.parameter).to(device), shape).view(-1)
+            masks.append(to_bits(mask) if self._held.packed else mask)
             for fact, tensors in self._facts.kept.items():
                 tensors[site.name].copy_(part_of(state[f"{fact}.{site.name}"], site.parameter))
-        self._completed, self._processed = (int(count) for count in local(state["steps"]))
+        self._hold(masks)
+        self._completed, self._processed, self._settled = (int(count) for count in local(state["steps"]))
         self._asked = float(local(state["asked"]))
         self._gone = self._count_gone()
         self._churn, self._cuts, self.updates = [0] * len(self._sites), [None] * len(self._sites), []

@@ -18,6 +18,7 @@ PUBLIC = [
     "cubic",
     "late_cubic",
     "linear",
+    "optim",
     "score",
     "scores",
     "select",

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secateur.masks import apply, checksum, pack, packed_bytes, unpack
+from secateur.bits import pack, packed_bytes, unpack
+from secateur.masks import apply, checksum
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=4), st.integers(0, 2**30))

@@ -64,6 +64,15 @@ class Board:
         self.words = self.positions = self.few = self.counts.new_empty(0)
         self.keys = self.keys.new_empty(0)
 
+    def failed_in(self, told: Sequence[int]) -> Sequence[int]:
+        """Of what the host has read: how each selection failed, 0 if it did not."""
+        return told[COUNTERS * self.groups : (COUNTERS + 1) * self.groups]
+
+    def spoiled_in(self, told: Sequence[int]) -> Sequence[int]:
+        """And how many of each piece's scores are NaN."""
+        first = (COUNTERS + 1) * self.groups
+        return told[first : first + self.spoiled.numel()]
+
     def table_of(self, name: str) -> torch.Tensor:
         """`ranges` or `counters`, a row per selection."""
         flat: torch.Tensor = getattr(self, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -126,3 +127,9 @@ def give_up(
     )  # fmt: skip
     how = (of.kind.alive, of.tiles is not None, table.mask_kind, of.kind.aligned)
     launch(selecting._give_up, of.count, arguments, (*_formula(of), *how))
+
+
+def population(masks: Sequence[Tensor]) -> Tensor:
+    from secateur.kernels import stepping  # which builds on this module
+
+    return stepping.population(masks)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from typing import Any
 
 from torch import Tensor
+
+from secateur.shards import local
 
 
 @dataclass(frozen=True)
 class Hyper:
     """Settings of a step, shared by the parameters of a group. `theta` is SPAM's: 0 clips nothing."""
 
-    lr: float
+    lr: Any  # a number, or a tensor where torch takes one
     beta1: float
     beta2: float
     eps: float
@@ -30,9 +34,15 @@ class Part:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None
-    step: Tensor  # on the host: how many steps were taken
+    step: Tensor  # how many steps were taken; kernels want it on the host
     mask: Tensor | None  # bool in the parameter's shape, or flat bits
     hyper: Hyper
+
+    def here(self) -> Part:
+        """The same with only what this process holds of every tensor."""
+        names = "parameter", "gradient", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: None if t is None else local(t.detach()) for name, t in tensors.items()})
 
     @property
     def tensors(self) -> list[Tensor]:

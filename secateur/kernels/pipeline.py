@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from secateur.kernels.board import BELOW, COUNTERS, CROWDED, DIGIT, EQUAL, FEW, INSIDE, LOW, RANK, RUN, Board, range_of
-from secateur.kernels.table import TILE, Launch, Table, to_device
-from secateur.pieces import Piece, Where, value_of
+from secateur.kernels.board import BELOW, CROWDED, DIGIT, EQUAL, FEW, INSIDE, LOW, RANK, RUN, Board, range_of
+from secateur.kernels.table import BITS, BOOL, TILE, Launch, Table, mask_kind, new_masks, to_device
+from secateur.bits import as_bool, to_bits
+from secateur.pieces import Piece, Where, count_of, value_of
 from secateur.selection import Cut, narrowed, refuse_nan
 from secateur.shards import Peers
 
@@ -175,14 +177,12 @@ class Engine:
         return quotas[rows, columns]
 
 
-    def finish(self, done: Round, wishes: Sequence[Wish], told: Sequence[int]) -> list[Cut]:
+    def finish(self, wishes: Sequence[Wish], board: Board, told: Sequence[int]) -> list[Cut]:
         """Read a round's outcome; where it failed, go the slow way."""
-        groups = len(wishes)
-        failed = told[COUNTERS * groups : (COUNTERS + 1) * groups]
         cuts = []
-        for group, wish in enumerate(wishes):
-            low, high, _, rank = told[-4 * (groups - group) :][:4]
-            if failed[group]:
+        for group, (wish, failed) in enumerate(zip(wishes, board.failed_in(told), strict=True)):
+            low, high, _, rank = told[-4 * (board.groups - group) :][:4]
+            if failed:
                 low, rank = self.slowly(wish, low, high)
             cuts.append(Cut(value_of(low), rank))
         return cuts
@@ -241,29 +241,72 @@ def sampled_places(numel: int, shift: int, device: torch.device) -> Iterator[Whe
 
 
 def prune_groups(
-    ops: Any, pieces: Sequence[Piece], wishes: Sequence[Wish], masks: Sequence[Tensor], peers: Peers
-) -> list[Cut | None]:
-    """Write masks that remove exactly what is wished for. One look at the device for all, unless some must go slowly."""
+    ops: Any, groups: Sequence[Sequence[Piece]], counts: Sequence[int], peers: Peers, packed: bool
+) -> tuple[list[Cut | None], list[Tensor], list[int]]:
+    """Selections over pieces that share a device; see secateur.kernels. One look at the device for all of them, unless
+    some must go slowly."""
+    pieces = [piece for group in groups for piece in group]
+    masks = new_masks([piece.numel for piece in pieces], BITS if packed else BOOL, pieces[0].device)
+    wishes = wishes_for(groups, counts, peers)
     engine = Engine(ops, pieces, masks, peers)
     rounds = [engine.begin(numbers, [wishes[n] for n in numbers]) for numbers in batches(wishes)]
-    cuts: list[Cut | None] = [None] * len(wishes)
-    if not rounds:
-        return cuts
-    words = torch.cat([part for done in rounds for part in (done.board.told, done.board.ranges)]).tolist()
-    read = []
-    for done in rounds:
-        size = done.board.told.numel() + done.board.ranges.numel()
-        read.append(words[:size])
-        words = words[size:]
+    for wish in wishes:
+        for number in wish.pieces if wish.wanted == 0 else ():
+            keep_all(pieces[number], masks[number])
+    parts = [ops.population(masks), *(part for done in rounds for part in (done.board.told, done.board.ranges))]
+    numbers = iter(torch.cat(parts).tolist())
+    kept, *told = [list(islice(numbers, part.numel())) for part in parts]
+    read = [[*counted, *ranges] for counted, ranges in zip(told[::2], told[1::2], strict=True)]
     names = [piece.name for done in rounds for piece in done.table.pieces]
-    refuse_nan(names, peers.totals([n for done, told in zip(rounds, read, strict=True) for n in _spoiled(done, told)]))
-    for done, told in zip(rounds, read, strict=True):
-        found = engine.finish(done, [wishes[n] for n in done.numbers], told)
+    spoiled = [count for done, words in zip(rounds, read, strict=True) for count in done.board.spoiled_in(words)]
+    refuse_nan(names, peers.totals(spoiled))
+    cuts: list[Cut | None] = [None] * len(wishes)
+    slow = False
+    for done, words in zip(rounds, read, strict=True):
+        slow = slow or any(done.board.failed_in(words))
+        found = engine.finish([wishes[n] for n in done.numbers], done.board, words)
         for number, cut in zip(done.numbers, found, strict=True):
             cuts[number] = cut
-    return cuts
+    return cuts, masks, ops.population(masks).tolist() if slow else kept
 
 
-def _spoiled(done: Round, told: Sequence[int]) -> Sequence[int]:
-    first = (COUNTERS + 1) * done.board.groups
-    return told[first : first + len(done.table.pieces)]
+def wishes_for(groups: Sequence[Sequence[Piece]], counts: Sequence[int], peers: Peers) -> list[Wish]:
+    """What each group asks for, with what lives in it over all peers."""
+    here = [sum(living_in(piece) for piece in group if piece.counted(peers)) for group in groups]
+    living = peers.totals(here)
+    wishes, first = [], 0
+    for group, count, alive in zip(groups, counts, living, strict=True):
+        members = range(first, first + len(group))
+        wishes.append(Wish(members, min(max(count, 0), alive), alive, sum(piece.total for piece in group)))
+        first += len(group)
+    return wishes
+
+
+def living_in(piece: Piece) -> int:
+    """How many of the piece's weights compete."""
+    if piece.alive is None or piece.dead is not None:
+        return piece.living()
+    return count_of(as_bool(piece.alive, (piece.numel,)))
+
+
+def keep_all(piece: Piece, mask: Tensor) -> None:
+    """A mask that removes nothing but what is dead."""
+    alive = torch.ones(piece.numel, dtype=torch.bool, device=piece.device) if piece.alive is None else piece.alive
+    if mask_kind(mask) != mask_kind(alive):
+        alive = to_bits(alive) if mask_kind(mask) == BITS else as_bool(alive, (piece.numel,))
+    mask.copy_(alive)
+
+
+def rank_tiles(
+    ops: Any, pieces: Sequence[Piece], widths: Sequence[int], gone: Sequence[int], packed: bool
+) -> tuple[list[Tensor], list[int]] | None:
+    """Masks without the lowest of every `width` neighbours, and how many scores are NaN. None if a kernel cannot."""
+    if any(width > ops.LONGEST or (packed and not ops.packs(width)) for width in widths):
+        return None
+    masks = new_masks([piece.numel for piece in pieces], BITS if packed else BOOL, pieces[0].device)
+    table = Table(pieces, [0] * len(pieces), masks)
+    if any(launch.piece is not None for launch in table.launches):
+        return None
+    board = Board(table, [0], [1], [0])
+    ops.rank(table, board, widths, gone)
+    return masks, board.spoiled.tolist()

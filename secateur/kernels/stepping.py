@@ -64,6 +64,16 @@ def _zero(rows, owners, DTYPE: tl.constexpr, MASKED: tl.constexpr, ALIGNED: tl.c
 
 
 @triton.jit
+def _population(rows, owners, counts):
+    owner, row, start, lane, valid = _place(rows, owners, False)
+    bits = read(tl.load(row), start, lane, valid, tl.uint8, False).to(tl.int32)  # a byte of a bool mask has one bit
+    bits = bits - ((bits >> 1) & 0x55)
+    bits = (bits & 0x33) + ((bits >> 2) & 0x33)
+    found = tl.sum((bits + (bits >> 4)) & 0x0F)
+    tl.atomic_add(counts + owner, found.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
 def _adamw(
     rows, owners, numbers, soft,
     PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, STATE: tl.constexpr, MASKED: tl.constexpr,
@@ -128,6 +138,14 @@ def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
         if members:
             rows, owners = _table([[tensors[n]] for n in members], [masks[n] for n in members])
             launch(_zero, owners.numel(), (rows, owners), (BIT_TYPES[kind[0]], kind[1], kind[2]))
+
+
+def population(masks: Sequence[Tensor]) -> Tensor:
+    """How many weights each mask keeps, bool or bits; on the device."""
+    counts = torch.zeros(len(masks), dtype=torch.int64, device=masks[0].device)
+    rows, owners = _table([[mask] for mask in masks], [None] * len(masks))
+    launch(_population, owners.numel(), (rows, owners, counts), ())
+    return counts
 
 
 def adamw(parts: Sequence[Part], soft: Tensor | None = None) -> None:

@@ -95,9 +95,13 @@ class Table:
             found = members.setdefault(kind if fused is not None else (kind, number), [])
             found.append(number)
             scales.append(1.0 if fused is None else fused.scale)
-            self.numbers += [*row, len(members) - 1 if len(found) == 1 else self.numbers[found[0] * COLUMNS + LAUNCH]]
+            self.numbers += [*row, len(members) - 1 if len(found) == 1 else self.launch_of(found[0])]
         self.launches = [self._launch(place, key, found) for place, (key, found) in enumerate(members.items())]
         self.scales = _scales(scales, self.device)
+
+    def launch_of(self, piece: int) -> int:
+        """The number of the launch a piece belongs to."""
+        return self.numbers[piece * COLUMNS + LAUNCH]
 
     def _describe(self, number: int, piece: Piece, fused: Fused | None) -> tuple[Kind, list[int]]:
         """What this piece has in common with others, and its row but for the launch it belongs to."""

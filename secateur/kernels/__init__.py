@@ -1,0 +1,148 @@
+"""Kernels: exact selection, ranking and masking on whatever device the tensors are. The only place that asks which.
+
+Triton serves CUDA devices; plain torch serves all others, and these too with SECATEUR_KERNELS=off. Both give the same
+masks. Where TRITON_INTERPRET=1 is set, Triton's interpreter serves the CPU, which is how the kernels are tested.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from secateur import selection
+from secateur.bits import as_bool, from_bits, to_bits
+from secateur.kernels.parts import Part
+from secateur.pieces import Piece, count_of
+from secateur.selection import Cut, refuse_nan
+from secateur.shards import ALONE, Peers
+
+
+class Pruned(NamedTuple):
+    """What became of some selections: a cut for each, and for each piece its mask and how many weights that keeps."""
+
+    cuts: list[Cut | None]
+    masks: list[Tensor]
+    kept: list[int]
+
+
+def reason_against(device: torch.device) -> str | None:
+    """Why Triton does not serve this device, or None if it does."""
+    if os.environ.get("SECATEUR_KERNELS") == "off":
+        return "SECATEUR_KERNELS=off"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cpu":
+        return None if os.environ.get("TRITON_INTERPRET") == "1" else "plain torch serves CPUs"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"there are kernels for NVIDIA GPUs only, not for {device.type if device.type != 'cuda' else 'ROCm'}"
+    if torch.cuda.get_device_capability(device) < (7, 0):
+        return "Triton needs compute capability 7.0 or later"
+    return None
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether Triton serves the one device all of these are on."""
+    devices = {tensor.device for tensor in tensors}
+    return len(devices) == 1 and reason_against(devices.pop()) is None
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Launches go to the current device, so it must be this one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def prune_groups(
+    groups: Sequence[Sequence[Piece]], counts: Sequence[int], peers: Peers = ALONE, packed: bool = False
+) -> Pruned:
+    """For each group of pieces, a selection of its own: exactly `count` more of its living weights go.
+
+    Masks are flat and in the order of the pieces: bool, or one bit a weight when `packed`.
+    """
+    pieces = [piece for group in groups for piece in group]
+    if not _served(pieces):
+        plain = [[replace(piece, alive=_bools(piece)) for piece in group] for group in groups]
+        done = [selection.prune_exactly(group, count, peers) for group, count in zip(plain, counts, strict=True)]
+        masks = [mask for _, found in done for mask in found]
+        kept = [count_of(mask) for mask in masks]
+        return Pruned([cut for cut, _ in done], [to_bits(mask) for mask in masks] if packed else masks, kept)
+    from secateur.kernels import launching, pipeline
+
+    with on(pieces[0].device):
+        return Pruned(*pipeline.prune_groups(launching, groups, counts, peers, packed))
+
+
+def rank_tiles(
+    pieces: Sequence[Piece], widths: Sequence[int], gone: Sequence[int], peers: Peers, packed: bool
+) -> list[Tensor] | None:
+    """Masks without the lowest of every `width` neighbours, or None where that is for plain torch to do."""
+    if not _served(pieces):
+        return None
+    from secateur.kernels import pipeline, ranking
+
+    with on(pieces[0].device):
+        done = pipeline.rank_tiles(ranking, pieces, widths, gone, packed)
+    if done is None:
+        return None
+    masks, spoiled = done
+    refuse_nan([piece.name for piece in pieces], peers.totals(spoiled))
+    return masks
+
+
+def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
+    """Zero, in place, what the masks say is gone: each bool in its tensor's shape, or flat bits."""
+    from secateur.kernels import reference
+
+    plain = [not (serves(t, m) and t.is_contiguous() and m.is_contiguous()) for t, m in zip(tensors, masks, strict=True)]
+    chosen = [number for number, slow in enumerate(plain) if slow]
+    if chosen:
+        reference.zero([tensors[n] for n in chosen], [masks[n] for n in chosen])
+    fast = [number for number, slow in enumerate(plain) if not slow]
+    if fast:
+        from secateur.kernels import stepping
+
+        with on(tensors[fast[0]].device):
+            stepping.zero([tensors[n] for n in fast], [masks[n] for n in fast])
+
+
+def takes(part: Part, group: Mapping[str, Any]) -> bool:
+    """Whether the AdamW kernel can take this part: plain floats in flat order on a device it serves, and no setting
+    that asks for torch's own way."""
+    if group["foreach"] or group["capturable"] or group["differentiable"] or isinstance(group["lr"], Tensor):
+        return False
+    tensors = [*part.tensors, part.gradient, *([] if part.mask is None else [part.mask])]
+    floats = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (*part.tensors, part.gradient))
+    return floats and serves(*tensors) and all(tensor.is_contiguous() for tensor in tensors)
+
+
+def adamw(parts: Sequence[Part], soft: Tensor | None) -> None:
+    """One step of AdamW by kernel, masks and SPAM inside, for parts that it takes."""
+    from secateur.kernels import stepping
+
+    with on(parts[0].parameter.device):
+        stepping.adamw(parts, soft)
+
+
+def population(masks: Sequence[Tensor]) -> list[int]:
+    """How many weights each mask keeps; one look at the device for all."""
+    if masks and serves(*masks):
+        from secateur.kernels import stepping
+
+        with on(masks[0].device):
+            return stepping.population(masks).tolist()
+    return [count_of(mask.view(-1) if mask.dtype == torch.bool else from_bits(mask, 8 * mask.numel())) for mask in masks]
+
+
+def _served(pieces: Sequence[Piece]) -> bool:
+    devices = {piece.device for piece in pieces}
+    return len(devices) == 1 and reason_against(devices.pop()) is None
+
+
+def _bools(piece: Piece) -> Tensor | None:
+    return None if piece.alive is None else as_bool(piece.alive, (piece.numel,))

@@ -1,0 +1,165 @@
+"""AdamW that keeps pruned weights at zero and clips spikes in the same pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secateur import kernels
+from secateur.bits import to_bits
+from secateur.errors import StateError
+from secateur.kernels import reference
+from secateur.kernels.parts import Hyper, Part
+from secateur.shards import local
+from secateur.spam import HISTORY, Spam, as_spam, is_cold, resets, soften, warmth
+
+__all__ = ["AdamW", "Spam"]
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW with masks and SPAM inside the step: its arguments, its state, its numbers.
+
+    `spam` is None, "paper", "seeds" or a `Spam`. A state_dict loads into torch's AdamW and the other way round. Masks
+    come from a Pruner, or by hand through `set_masks`. On NVIDIA GPUs one Triton kernel does it all, which agrees with
+    torch's fused step to 2 units in the last place of each operand (docs/kernels.md); elsewhere, and with
+    foreach=True, capturable or differentiable, torch's own step runs and the rest follows it.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        spam: Spam | str | Mapping[str, Any] | None = None,
+    ) -> None:
+        self.spam = as_spam(spam)
+        self._masks: dict[int, Tensor] = {}
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,
+            capturable=capturable, differentiable=differentiable, fused=fused,
+        )  # fmt: skip
+        # A GradScaler then unscales and skips by itself, before it calls step(): both ways of stepping see the same.
+        self._step_supports_amp_scaling = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("spam", None)
+        self.__dict__.setdefault("_masks", {})
+
+    def set_masks(self, masks: Mapping[Tensor, Tensor]) -> None:
+        """Hold these parameters to these masks (True = kept) from the next step on; an empty mapping lets all go.
+
+        A mask is bool in the shape of what this process holds of its parameter (packed here where kernels serve), or
+        flat bits as a Pruner keeps them.
+        """
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        held: dict[int, Tensor] = {}
+        for parameter, mask in masks.items():
+            part = local(parameter.detach())
+            flat = mask.dtype == torch.uint8 and mask.numel() * 8 >= part.numel()
+            if id(parameter) not in known or not (flat or (mask.dtype == torch.bool and mask.shape == part.shape)):
+                raise StateError(
+                    f"set_masks takes bool masks in the shape of parameters of this optimizer; got a"
+                    f" {mask.dtype} mask of shape {tuple(mask.shape)} for a parameter of shape {tuple(part.shape)}."
+                )
+            packs = not flat and kernels.serves(part, mask) and part.is_contiguous()
+            held[id(parameter)] = to_bits(mask.reshape(-1)) if packs else mask
+        self._masks = held
+
+    @property
+    def taken(self) -> int:
+        """Optimizer steps taken with SPAM on; saved with the parameter groups."""
+        return int(self.param_groups[0].get("spam_steps", 0))
+
+    @property
+    def cold(self) -> bool:
+        """Whether SPAM reset the moments so recently that nothing should be ranked by them."""
+        return self.spam is not None and is_cold(self.spam, self.taken)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step. Pruned weights and their state are zero after it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.spam is not None and resets(self.spam, self.taken):
+            self._start_over()
+        soft = self._soften()
+        for group in self.param_groups:
+            self._step_group(group, soft)
+        if self.spam is not None:
+            taken = self.taken + 1
+            for group in self.param_groups:
+                group["spam_steps"] = taken
+        return loss
+
+    def _step_group(self, group: dict[str, Any], soft: Tensor | None) -> None:
+        lists: list[list[Any]] = [[] for _ in range(6)]
+        self._init_group(group, *lists)
+        largest = lists[4] or [None] * len(lists[0])
+        hyper = self._hyper(group)
+        fast, slow = [], []
+        for p, g, m, v, top, _ in zip(*lists[:4], largest, lists[5], strict=True):
+            part = Part(p, g, m, v, top, self.state[p]["step"], self._masks.get(id(p)), hyper)
+            here = part.here()
+            if kernels.takes(here, group):
+                fast.append(replace(here, step=self._step_on(p, torch.device("cpu"))))
+            else:
+                wanted = here.parameter.device if group["fused"] or group["capturable"] else torch.device("cpu")
+                slow.append(replace(part, step=self._step_on(p, wanted)))
+        if fast:
+            kernels.adamw(fast, soft)
+        if slow:
+            reference.adamw(slow, group, soft)
+
+    def _step_on(self, parameter: Tensor, device: torch.device) -> Tensor:
+        """The parameter's step count, moved for good if it is on another device: only after loading a state."""
+        state = self.state[parameter]
+        if state["step"].device != device:
+            state["step"] = state["step"].to(device)
+        step: Tensor = state["step"]
+        return step
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        factor, theta = 1.0, 0.0
+        if self.spam is not None:
+            factor, theta = warmth(self.spam, self.taken), self.spam.theta
+        beta1, beta2 = group["betas"]
+        return Hyper(
+            group["lr"] if factor == 1.0 else group["lr"] * factor, beta1, beta2, group["eps"], group["weight_decay"],
+            group["maximize"], group["amsgrad"], theta,
+        )  # fmt: skip
+
+    def _start_over(self) -> None:
+        """Both moments and their bias corrections begin again."""
+        for state in self.state.values():
+            for name in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+                if name in state:
+                    state[name].zero_()
+
+    def _soften(self) -> Tensor | None:
+        """SPAM's factors for the moments, if it watches the gradient norm."""
+        if self.spam is None or self.spam.spike is None:
+            return None
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm: Any = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norms = self.param_groups[0].get("spam_norms")
+        if norms is None or norms.device != norm.device:
+            fresh = torch.zeros(HISTORY, device=norm.device)
+            norms = self.param_groups[0]["spam_norms"] = fresh if norms is None else norms.to(norm.device)
+        return soften(self.spam, norms, norm.float(), self.taken)
