@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,7 +81,9 @@ def values_of(keys: Tensor) -> Tensor:
 
 def value_of(key: int) -> float:
     """The fp32 score one key stands for."""
-    return float(values_of(torch.tensor(key, device="cpu")))
+    bits = key & 0xFFFFFFFF
+    value: float = struct.unpack("f", struct.pack("I", bits ^ 0x7FFFFFFF if bits >> 31 else bits))[0]
+    return value
 
 
 def mixed(numbers: Tensor) -> Tensor:

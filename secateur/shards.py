@@ -37,6 +37,8 @@ class Peers:
 
     def totals(self, counts: Sequence[int]) -> list[int]:
         """The same for plain numbers."""
+        if self._group is None:
+            return list(counts)
         return self.sum(torch.tensor(counts, dtype=torch.int64, device="cpu")).tolist()
 
 

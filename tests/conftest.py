@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
-import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton asks once, when it is first imported, whether its kernels are interpreted. Only tests/test_kernels.py wants
+    # them; all other tests are about plain torch.
+    os.environ |= {"TRITON_INTERPRET": "1", "SECATEUR_KERNELS": "off"}
+
+import pytest
 from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -14,7 +15,8 @@ DIGIT = 13  # bits of a key that one histogram resolves
 BINS = 1 << DIGIT
 SLOTS = BINS + 2  # the last two count what is below and above the range
 BLOCK = 1024  # collected words or keys per program
-FEW = 1024  # scores equal to the cut that are put in order without another pass
+FEW = 1 << 14  # scores equal to the cut that are put in order without another pass
+ORDERED = 128  # of them per program
 RUN = 16  # neighbours sampled together, and weights in a collected word
 
 LOW, HIGH, SHIFT, RANK = range(4)  # columns of `ranges`: an interval of keys, the bits of its bins, a rank inside it
@@ -33,36 +35,33 @@ WHOLE = range_of(LOWEST_KEY, HIGHEST_KEY)
 
 
 class Board:
-    """State of `len(wanted)` selections: how many weights each prunes, out of how many, with room to collect some."""
+    """State of `len(wanted)` selections: how many weights each prunes, out of how many."""
 
-    def __init__(self, table: Table, wanted: Sequence[int], living: Sequence[int], rooms: Sequence[int]) -> None:
-        groups, pieces, device = len(wanted), len(table.pieces), table.device
+    def __init__(self, table: Table, wanted: Sequence[int], living: Sequence[int]) -> None:
+        groups, pieces, self.device = len(wanted), len(table.pieces), table.device
         self.groups = groups
-        starts, self.block_groups = layout(tuple(rooms), BLOCK, device)
-        starts = [start * BLOCK for start in starts]
         shares = [count / max(1, all_) for count, all_ in zip(wanted, living, strict=True)]
         shares = struct.unpack(f"{groups}q", struct.pack(f"{groups}d", *shares))  # their bits: one message for all
-        numbers = [*table.numbers, *(WHOLE * groups), *wanted, *starts, *shares]
-        sent = to_device(numbers, torch.int64, device)
-        parts = sent.split([len(table.numbers), 4 * groups, groups, groups + 1, groups])
-        table.rows, self.ranges, self.wanted, self.rooms, self.shares = parts
+        numbers = [*table.numbers, *(WHOLE * groups), *wanted, *shares]
+        sent = to_device(numbers, torch.int64, self.device)
+        table.rows, self.ranges, self.wanted, self.shares = sent.split([len(table.numbers), 4 * groups, groups, groups])
         self.shares = self.shares.view(torch.float64)
         sizes = [groups * SLOTS, groups * COUNTERS, groups, pieces, pieces]
-        zeros = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        zeros = torch.zeros(sum(sizes), dtype=torch.int64, device=self.device)
         self.counts, self.counters, self.failed, self.spoiled, self.equal = zeros.split(sizes)
         self.told = zeros[sizes[0] : -pieces]  # what the host reads at the end
         self.totals = self.counters  # summed over peers, where there are any
-        self.inside = torch.empty(0, dtype=torch.int32, device=device)  # of every tile, when ties must be ordered
-        self.words = torch.empty(starts[-1], dtype=torch.int64, device=device)
-        self.positions = torch.empty_like(self.words)
-        self.keys = torch.empty_like(self.words, dtype=torch.int32)
-        self.few = torch.empty(groups * FEW, dtype=torch.int64, device=device)
+        self.collect([0] * groups)
 
-    def release(self) -> None:
-        """Let go of what was collected. Launches so far have it still: memory is handed on in stream order."""
-        self.rooms.zero_()
-        self.words = self.positions = self.few = self.counts.new_empty(0)
-        self.keys = self.keys.new_empty(0)
+    def collect(self, rooms: Sequence[int]) -> None:
+        """Make room to collect so many weights of each selection."""
+        starts, self.block_groups = layout(tuple(rooms), BLOCK, self.device)
+        self.rooms = _starts(tuple(starts), self.device)
+        room, few = starts[-1] * BLOCK, self.groups * FEW if starts[-1] else 0
+        memory = torch.empty(2 * room + few, dtype=torch.int64, device=self.device)
+        self.words, self.positions, self.few = memory.split([room, room, few])
+        self.keys = torch.empty(room, dtype=torch.int32, device=self.device)
+        self.inside = self.keys  # of every tile, once ties must be put in order
 
     def failed_in(self, told: Sequence[int]) -> Sequence[int]:
         """Of what the host has read: how each selection failed, 0 if it did not."""
@@ -77,3 +76,8 @@ class Board:
         """`ranges` or `counters`, a row per selection."""
         flat: torch.Tensor = getattr(self, name)
         return flat.view(self.groups, -1)
+
+
+@lru_cache(maxsize=32)
+def _starts(blocks: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return to_device([block * BLOCK for block in blocks], torch.int64, device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +30,7 @@ GIVEN, MAGNITUDE, VARIANCE, MOMENTUM, BITTER0, BITTER6, WANDA = range(7)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How a score is fused: its formula, the facts it takes in order, and constants that hold for every tensor."""
 
     formula: int

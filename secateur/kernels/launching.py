@@ -11,10 +11,11 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from secateur.kernels import selecting
-from secateur.kernels.board import BLOCK, RUN, Board
+from secateur.kernels.board import BLOCK, FEW, ORDERED, RUN, Board
 from secateur.kernels.table import TILE, Launch, Table
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
 
 
 _COMPILED: dict[Any, Any] = {}
@@ -83,7 +84,7 @@ def sweep(table: Table, board: Board, of: Launch, given: Tensor | None = None, *
         board.inside, board.spoiled,
     )  # fmt: skip
     how = (of.kind.alive, of.tiles is not None, table.mask_kind, of.kind.aligned, given is None and not careful, careful)
-    launch(selecting._sweep, of.count, arguments, (*_formula(of), *how))
+    launch(selecting._sweep, of.count, arguments, (*_formula(of), *how), warps=4)
 
 
 def unfold(table: Table, board: Board, of: Launch) -> None:
@@ -115,7 +116,8 @@ def order(table: Table, board: Board, quotas: Tensor | None) -> None:
         table.rows, table.owners, board.counters, board.failed, board.ranges, board.few,
         board.few if quotas is None else quotas,
     )  # fmt: skip
-    launch(selecting._order, board.groups, arguments, (table.mask_kind, quotas is not None))
+    programs = board.groups * (FEW // ORDERED)
+    launch(selecting._order, programs, arguments, (table.mask_kind, quotas is not None), warps=4)
 
 
 def give_up(

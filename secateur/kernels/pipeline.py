@@ -96,15 +96,15 @@ class Engine:
     def begin(self, numbers: list[int], wishes: Sequence[Wish]) -> Round:
         """Everything up to the masks, without looking at any of it."""
         table = self.table(wishes)
-        here = [sum(self.pieces[n].numel for n in wish.pieces) for wish in wishes]
-        rooms = [min(room_for(wish), numel) for wish, numel in zip(wishes, here, strict=True)]
-        board = Board(table, [wish.wanted for wish in wishes], [wish.living for wish in wishes], rooms)
+        board = Board(table, [wish.wanted for wish in wishes], [wish.living for wish in wishes])
         smallest, largest = min(wish.total for wish in wishes), max(wish.total for wish in wishes)
         if largest > SMALL:
             self.survey(table, board, max(0, (smallest // FIRST_LOOK).bit_length() - 1))
             self.ops.narrow(board, sigmas=SIGMAS)
             self.survey(table, board, sampling(smallest))
             self.ops.narrow(board, sigmas=SIGMAS)
+        here = [sum(self.pieces[n].numel for n in wish.pieces) for wish in wishes]
+        board.collect([min(room_for(wish), numel) for wish, numel in zip(wishes, here, strict=True)])
         self.sweep(table, board)
         if self.many:
             board.totals = self.peers.sum(board.counters)
@@ -118,7 +118,7 @@ class Engine:
             crowded = self.peers.sum((board.table_of("counters")[:, EQUAL] > FEW).long())
             board.failed.copy_(torch.where((board.failed == 0) & (crowded > 0), CROWDED, board.failed))
         self.ops.order(table, board, self.quotas(table, board, board.equal) if self.many else None)
-        board.release()
+        board.collect([0] * len(wishes))  # launches so far keep what they use: memory is handed on in stream order
         return Round(numbers, table, board)
 
     def survey(self, table: Table, board: Board, shift: int) -> None:
@@ -193,7 +193,7 @@ class Engine:
         `low` and `high` are where the cut was looked for, or, if only its ties were too many, the cut itself.
         """
         table = self.table([wish])
-        board = Board(table, [wish.wanted], [wish.living], [0])
+        board = Board(table, [wish.wanted], [wish.living])
         board.ranges.copy_(to_device(range_of(low, high), torch.int64, table.device))
         self.sweep(table, board, careful=True)
         counts = self.peers.totals([*board.counters[: INSIDE + 1].tolist(), *board.spoiled.tolist()])
@@ -304,9 +304,12 @@ def rank_tiles(
     if any(width > ops.LONGEST or (packed and not ops.packs(width)) for width in widths):
         return None
     masks = new_masks([piece.numel for piece in pieces], BITS if packed else BOOL, pieces[0].device)
+    for piece, mask in zip(pieces, masks, strict=True):
+        if packed and piece.numel % 32:
+            mask[-4:].zero_()  # bits past the end are never set, so that masks can be counted and compared
     table = Table(pieces, [0] * len(pieces), masks)
     if any(launch.piece is not None for launch in table.launches):
         return None
-    board = Board(table, [0], [1], [0])
+    board = Board(table, [0], [1])
     ops.rank(table, board, widths, gone)
     return masks, board.spoiled.tolist()

@@ -34,6 +34,7 @@ BLOCK = tl.constexpr(board.BLOCK)
 FEW = tl.constexpr(board.FEW)
 RUN = tl.constexpr(board.RUN)
 CROWDED = tl.constexpr(board.CROWDED)
+ORDERED = tl.constexpr(board.ORDERED)
 LOWEST_KEY = tl.constexpr(board.LOWEST_KEY)
 HIGHEST_KEY = tl.constexpr(board.HIGHEST_KEY)
 
@@ -384,28 +385,26 @@ def _settle(
 
 @triton.jit
 def _order(rows, owners, counters, failed, ranges, few, quotas, STORED: tl.constexpr, PEERS: tl.constexpr):
-    group = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(0).to(tl.int64) // (FEW // ORDERED)
+    block = tl.program_id(0) % (FEW // ORDERED)
     found = tl.load(counters + group * COUNTERS + EQUAL)
-    if found > FEW:
-        if tl.load(failed + group) == 0:
-            tl.store(failed + group, tl.full((), CROWDED, tl.int64))
-    elif tl.load(failed + group) == 0:
-        lane = tl.arange(0, FEW)
-        valid = lane < found
-        position = tl.load(few + group * FEW + lane, mask=valid, other=0)
+    if (found > FEW) & (tl.load(failed + group) == 0):
+        tl.store(failed + group, tl.full((), CROWDED, tl.int64))  # by every program alike
+    elif (block * ORDERED < found) & (tl.load(failed + group) == 0):
+        place = block * ORDERED + tl.arange(0, ORDERED)
+        valid = place < found
+        position = tl.load(few + group * FEW + place, mask=valid, other=0)
         owner = tl.load(owners + position // TILE, mask=valid, other=0).to(tl.int64)
-        quota = tl.zeros((FEW,), tl.int64) + tl.load(ranges + group * 4 + RANK)
+        quota = tl.zeros((ORDERED,), tl.int64) + tl.load(ranges + group * 4 + RANK)
         if PEERS:
             quota = tl.load(quotas + owner, mask=valid, other=0)
-        earlier = tl.zeros((FEW,), tl.int32)
-        for begin in range(0, found, 16):
-            other = begin + tl.arange(0, 16)
-            rival = tl.load(few + group * FEW + other, mask=other < found, other=0)
-            before = (other < found)[None, :] & (rival[None, :] < position[:, None])
+        earlier = tl.zeros((ORDERED,), tl.int32)
+        for other in range(found):
+            rival = tl.load(few + group * FEW + other)
+            before = rival < position
             if PEERS:
-                theirs = tl.load(owners + rival // TILE, mask=other < found, other=0)
-                before = before & (theirs[None, :] == owner[:, None])
-            earlier += tl.sum(before.to(tl.int32), axis=1)
+                before = before & (tl.load(owners + rival // TILE) == owner)
+            earlier += before.to(tl.int32)
         _drop(rows, owners, position, valid & (earlier < quota), STORED)
 
 

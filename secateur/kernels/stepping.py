@@ -64,12 +64,13 @@ def _zero(rows, owners, DTYPE: tl.constexpr, MASKED: tl.constexpr, ALIGNED: tl.c
 
 
 @triton.jit
-def _population(rows, owners, counts):
+def _population(rows, owners, counts, DTYPE: tl.constexpr):
     owner, row, start, lane, valid = _place(rows, owners, False)
-    bits = read(tl.load(row), start, lane, valid, tl.uint8, False).to(tl.int32)  # a byte of a bool mask has one bit
-    bits = bits - ((bits >> 1) & 0x55)
-    bits = (bits & 0x33) + ((bits >> 2) & 0x33)
-    found = tl.sum((bits + (bits >> 4)) & 0x0F)
+    bits = read(tl.load(row), start, lane, valid, DTYPE, False).to(tl.int32)  # a byte of a bool mask has one bit
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    found = tl.sum(((bits * 0x01010101) >> 24) & 0xFF)
     tl.atomic_add(counts + owner, found.to(tl.int64), sem="relaxed")
 
 
@@ -143,8 +144,9 @@ def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
 def population(masks: Sequence[Tensor]) -> Tensor:
     """How many weights each mask keeps, bool or bits; on the device."""
     counts = torch.zeros(len(masks), dtype=torch.int64, device=masks[0].device)
-    rows, owners = _table([[mask] for mask in masks], [None] * len(masks))
-    launch(_population, owners.numel(), (rows, owners, counts), ())
+    words = all([mask.nbytes % 4 == 0 and mask.data_ptr() % 4 == 0 for mask in masks])
+    rows, owners = _table([[mask.view(torch.int32) if words else mask] for mask in masks], [None] * len(masks))
+    launch(_population, owners.numel(), (rows, owners, counts), (tl.int32 if words else tl.uint8,))
     return counts
 
 

@@ -17,13 +17,14 @@ from torch import Tensor
 from secateur.kernels.fusing import GIVEN, Fused, Plan, fuse, plan_for
 from secateur.pieces import Piece
 
-TILE = 8192  # weights per program: 32 a thread
+TILE = 4096  # weights per program: 32 for each of 128 threads
 
 # Columns of a table's rows, one row per tensor; all int64.
 FACT0, FACT1, FACT2, ALIVE, MASK, NUMEL, FIRST, GROUP, COUNTED, DIVISOR, MODULUS, LAUNCH = range(12)
 COLUMNS = 12
 
 GIVEN_PLAN = Plan(GIVEN, ())
+NO_TYPES: tuple[torch.dtype, ...] = (torch.float32,)
 
 NOTHING, BOOL, BITS = range(3)  # how a mask is stored: not at all, a byte a weight, a bit a weight
 
@@ -51,12 +52,10 @@ class Launch:
 
 def new_masks(sizes: Sequence[int], kind: int, device: torch.device) -> list[Tensor]:
     """Memory for flat masks, in one piece. Bits come in whole words, since single ones are cleared atomically."""
-    if kind == BOOL:
-        return [torch.empty(size, dtype=torch.bool, device=device) for size in sizes]
-    used = [-(-size // 32) * 4 for size in sizes]
+    used = list(sizes) if kind == BOOL else [-(-size // 32) * 4 for size in sizes]
     room = [-(-size // 16) * 16 for size in used]
-    parts = torch.empty(sum(room), dtype=torch.uint8, device=device).split(room)
-    return [part[:size] for part, size in zip(parts, used, strict=True)]
+    parts = torch.empty(sum(room), dtype=torch.bool if kind == BOOL else torch.uint8, device=device).split(room)
+    return [part if size == part.numel() else part[:size] for part, size in zip(parts, used, strict=True)]
 
 
 def mask_kind(mask: Tensor | None) -> int:
@@ -66,8 +65,12 @@ def mask_kind(mask: Tensor | None) -> int:
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor made on the host and sent without waiting."""
-    here = torch.as_tensor(values, dtype=dtype, device="cpu")
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+    if isinstance(values, Tensor):
+        here = values.to(dtype)
+        here = here.pin_memory() if device.type == "cuda" else here
+    else:
+        here = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return here.to(device, non_blocking=True)
 
 
 class Table:
@@ -91,11 +94,12 @@ class Table:
                 if id(score) not in plans:
                     plans[id(score)] = plan_for(score)
                 fused = fuse(plans[id(score)], facts)
-            kind, row = self._describe(number, piece, fused)
-            found = members.setdefault(kind if fused is not None else (kind, number), [])
+            key, row = self._describe(number, piece, fused)
+            found = members.setdefault(key, [])
             found.append(number)
             scales.append(1.0 if fused is None else fused.scale)
-            self.numbers += [*row, len(members) - 1 if len(found) == 1 else self.launch_of(found[0])]
+            self.numbers += row
+            self.numbers.append(len(members) - 1 if len(found) == 1 else self.launch_of(found[0]))
         self.launches = [self._launch(place, key, found) for place, (key, found) in enumerate(members.items())]
         self.scales = _scales(scales, self.device)
 
@@ -103,21 +107,27 @@ class Table:
         """The number of the launch a piece belongs to."""
         return self.numbers[piece * COLUMNS + LAUNCH]
 
-    def _describe(self, number: int, piece: Piece, fused: Fused | None) -> tuple[Kind, list[int]]:
-        """What this piece has in common with others, and its row but for the launch it belongs to."""
-        facts = fused.facts if fused is not None else ()
-        addresses = [fact.data_ptr() for fact in facts] + [0, 0, 0]
-        alive, mask = 0 if piece.alive is None else piece.alive.data_ptr(), self.masks[number].data_ptr()
-        aligned = (piece.numel | addresses[0] | addresses[1] | addresses[2] | alive | mask) & 15 == 0
-        types = tuple([fact.dtype for fact in facts]) + (torch.float32,) * (3 - len(facts))
-        kind = Kind(GIVEN_PLAN if fused is None else fused.plan, types, mask_kind(piece.alive), aligned)
-        spread = fused.spread if fused is not None else (1, 1)
-        counted = int(self.counted[number])
-        row = [*addresses[:3], alive, mask, piece.numel, self.first[number], self.groups[number], counted, *spread]
-        return kind, row
+    def _describe(self, number: int, piece: Piece, fused: Fused | None) -> tuple[tuple[Any, ...], list[int]]:
+        """What this piece has in common with those it shares a launch with (the fields of a Kind, and its own number
+        if it goes alone), and its row but for that launch."""
+        alive, mask = piece.alive, self.masks[number]
+        addresses = [0, 0, 0, 0 if alive is None else alive.data_ptr(), mask.data_ptr(), piece.numel]
+        types, spread, plan, alone = NO_TYPES, (1, 1), GIVEN_PLAN, number
+        if fused is not None:
+            plan, facts, _, spread = fused
+            for place, fact in enumerate(facts):
+                addresses[place] = fact.data_ptr()
+            types, alone = tuple([fact.dtype for fact in facts]), -1
+        together = 0
+        for address in addresses:
+            together |= address
+        key = plan, types, mask_kind(alive), together & 15 == 0, alone
+        return key, [*addresses, self.first[number], self.groups[number], int(self.counted[number]), *spread]
 
     def _launch(self, place: int, key: Any, members: list[int]) -> Launch:
-        kind, piece = (key, None) if isinstance(key, Kind) else key
+        plan, types, alive, aligned, alone = key
+        kind = Kind(plan, (*types, torch.float32, torch.float32)[:3], alive, aligned)
+        piece = None if alone < 0 else alone
         first, end = self.first[members[0]], self.first[members[-1] + 1]
         if len(members) == members[-1] + 1 - members[0]:
             return Launch(kind, place, None, first, end - first, piece)

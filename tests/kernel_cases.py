@@ -1,0 +1,217 @@
+"""Cases for the kernels, run by the interpreter on the CPU (test_kernels.py) and by a GPU (test_gpu.py)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import secateur as sc
+from secateur.bits import as_bool, to_bits
+from secateur.facts import evaluator
+from secateur.kernels import pipeline, reference
+from secateur.kernels.parts import Hyper, Part
+from secateur.pieces import Piece
+from secateur.registry import resolve
+from secateur.selection import prune_exactly
+from secateur.shards import ALONE
+
+FUSED = ("magnitude", "bitter0", "bitter3", "bitter6", "bitter7", "bitter8", "variance(q=3/8)", "fisher", "wanda")
+SIZES = (4096 * 2 + 33, 1, 16 * 130, 5000)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Change = Callable[[dict[str, Tensor]], None]
+
+
+def pieces_for(
+    score: str,
+    device: torch.device,
+    sizes: Sequence[int] = SIZES,
+    weight: torch.dtype = torch.float32,
+    state: torch.dtype = torch.float32,
+    alive: str | None = None,
+    change: Change | None = None,
+) -> list[Piece]:
+    """Made-up tensors as a selection sees them; `alive` is None, "bool" or "bits"."""
+    entry = resolve(score)
+    made = []
+    for number, size in enumerate(sizes):
+        values = {
+            "weight": torch.randn(size) * 0.02,
+            "exp_avg": torch.randn(size) * 1e-4,
+            "exp_avg_sq": (torch.randn(size) * 3e-5).square(),
+            "input_norm": torch.rand(size) + 0.5,
+        }
+        if change is not None:
+            change(values)
+        facts: dict[str, Any] = {k: v.to(weight if k == "weight" else state).to(device) for k, v in values.items()}
+        facts |= {"step": torch.tensor(7.0, dtype=torch.float64), "beta1": 0.9}
+        facts = {name: facts[name] for name in entry.needs}
+        mask = None
+        if alive is not None:
+            mask = (torch.rand(size) < 0.7).to(device)
+            mask = to_bits(mask) if alive == "bits" else mask
+        made.append(
+            Piece(str(number), size, size, evaluator(entry, facts, 0, device), device, mask, source=(entry, facts))
+        )
+    return made
+
+
+def check_selection(ops: Any, pieces: Sequence[Piece], share: float, packed: bool, layers: bool = False) -> None:
+    """Masks, cuts and counts equal those of the plain selection, to the weight."""
+    groups = [[piece] for piece in pieces] if layers else [list(pieces)]
+    plain = [[piece.unpacked() for piece in group] for group in groups]
+    counts = [int(share * sum(piece.living() for piece in group)) for group in plain]
+    cuts, masks, kept = pipeline.prune_groups(ops, groups, counts, ALONE, packed)
+    expected = [prune_exactly(group, count) for group, count in zip(plain, counts, strict=True)]
+    assert cuts == [cut for cut, _ in expected]
+    wanted = [mask for _, found in expected for mask in found]
+    for piece, mask, right, count in zip(pieces, masks, wanted, kept, strict=True):
+        assert torch.equal(as_bool(mask, (piece.numel,)), right), piece.name
+        assert count == int(right.sum())
+
+
+def ties(values: dict[str, Tensor]) -> None:
+    values["weight"].copy_(torch.randint(-2, 3, values["weight"].shape) / 8)
+    values["exp_avg_sq"].fill_(0.25)
+    values["exp_avg"].fill_(-0.5)
+
+
+def extremes(values: dict[str, Tensor]) -> None:
+    places = torch.randint(0, values["weight"].numel(), (8,))
+    values["weight"][places] = torch.tensor([0.0, -0.0, 1e-38, -1e-40, 3e38, torch.inf, -torch.inf, 1e-45])
+    values["exp_avg_sq"][places.flip(0)] = torch.tensor([0.0, 1e-38, 1e-42, 3e38, 0.0, 0.0, 1e-12, 1.0])
+
+
+class Lockstep:
+    """Runs every kernel and its twin on copies of the same state, and compares all that either has written."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
+        self.called: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "population":
+            return self._population
+        if name in ("LONGEST", "packs"):
+            return getattr(self.kernels, name)
+        return lambda *given, **named: self._both(name, given, named)
+
+    def _population(self, masks: Sequence[Tensor]) -> Tensor:
+        self.called["population"] = self.called.get("population", 0) + 1
+        found: Tensor = self.kernels.population(masks)
+        assert found.tolist() == reference.population(masks).tolist()
+        return found
+
+    def _both(self, name: str, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self.called[name] = self.called.get(name, 0) + 1
+        objects = [value for value in given if hasattr(value, "launches") or hasattr(value, "ranges")]
+        twins = {id(value): _copied(value) for value in objects}
+        getattr(self.kernels, name)(*given, **named)
+        getattr(reference, name)(*(twins.get(id(value), value) for value in given), **named)
+        for value in objects:
+            _compare(name, value, twins[id(value)])
+
+
+def _copied(value: Any) -> Any:
+    twin = copy.copy(value)
+    for key, held in vars(value).items():
+        if isinstance(held, Tensor):
+            setattr(twin, key, held.clone())
+    if hasattr(value, "masks"):
+        twin.masks = [mask.clone() for mask in value.masks]
+    if getattr(value, "totals", None) is getattr(value, "counters", 0):
+        twin.totals = twin.counters
+    return twin
+
+
+def _compare(name: str, value: Any, twin: Any) -> None:
+    if hasattr(value, "masks"):
+        assert all(torch.equal(a, b) for a, b in zip(value.masks, twin.masks, strict=True)), f"{name}: masks"
+        return
+    for key in ("ranges", "counts", "counters", "failed", "spoiled", "equal"):
+        assert torch.equal(getattr(value, key), getattr(twin, key)), f"{name}: {key}"
+    if name == "sweep" and value.inside.numel() == twin.inside.numel() and value.inside is not value.keys:
+        assert torch.equal(value.inside, twin.inside)
+    for group in range(value.groups):
+        for column, memory in ((reference.WORDS, ("words",)), (reference.LISTED, ("positions", "keys"))):
+            place = reference._collected(value, group, column)
+            mine, theirs = ([getattr(board, part)[place].long() for part in memory] for board in (value, twin))
+            order, others = mine[0].argsort(), theirs[0].argsort()  # programs finish in any order
+            assert all(torch.equal(a[order], b[others]) for a, b in zip(mine, theirs, strict=True)), f"{name}: {memory}"
+
+
+def parts_for(
+    device: torch.device, parameter: torch.dtype, state: torch.dtype, mask: str | None, hyper: Hyper
+) -> Iterator[Part]:
+    """Parameters of several sizes part way through training."""
+    for size in (2048 * 2, 77, 16):
+        values = torch.randn(4, size)
+        kept = (torch.rand(size) < 0.5).to(device)
+        largest = values[3].square().mul(2e-6).to(device, state) if hyper.amsgrad else None
+        yield Part(
+            values[0].mul(0.02).to(device, parameter),
+            values[1].mul(1e-3).to(device, parameter),
+            values[2].mul(1e-4).to(device, state),
+            values[3].square().mul(1e-6).to(device, state),
+            largest,
+            torch.tensor(9.0),
+            None if mask is None else to_bits(kept) if mask == "bits" else kept,
+            hyper,
+        )
+
+
+GROUP = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+
+
+def check_adamw(kernels: Any, device: torch.device, case: dict[str, Any]) -> None:
+    """The kernel's step against torch's own: within 4 units in the last place of the storage type of what moves."""
+    hyper = Hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, case["maximize"], case["amsgrad"], case["theta"])
+    soft = torch.tensor([0.5, 0.9], device=device) if case["soft"] else None
+    torch.manual_seed(3)
+    mine = list(parts_for(device, case["parameter"], case["state"], case["mask"], hyper))
+    torch.manual_seed(3)
+    theirs = list(parts_for(device, case["parameter"], case["state"], case["mask"], hyper))
+    gradients = [part.gradient.clone() for part in mine]
+    kernels.adamw(mine, soft)
+    reference.adamw(theirs, GROUP, soft)
+    for a, b, gradient in zip(mine, theirs, gradients, strict=True):
+        assert float(a.step) == float(b.step) == 10
+        assert torch.equal(a.gradient, gradient), "the user's gradient was written to"
+        kept = torch.ones_like(gradient, dtype=torch.bool) if a.mask is None else as_bool(a.mask, gradient.shape)
+        for x, y in zip(a.tensors, b.tensors, strict=True):
+            unit = torch.finfo(x.dtype).eps * y.float().abs().clamp(min=1e-3 if x is a.parameter else 1e-12)
+            assert bool(((x.float() - y.float()).abs() <= 4 * unit).all()), (case, x.dtype)
+            assert bool((x[~kept] == 0).all())
+            assert bool((x[kept] != 0).any())
+
+
+def check_zero(kernels: Any, device: torch.device) -> None:
+    """Zeroing leaves everything else as it is, and turns infinity and NaN to zero like anything."""
+    for dtype in DTYPES:
+        for size in (5000, 4096, 1):
+            kept = (torch.rand(size) < 0.5).to(device)
+            for mask in (kept, to_bits(kept)):
+                tensor = torch.randn(size).to(device, dtype)
+                tensor[::7] = torch.inf
+                tensor[::11] = torch.nan
+                wanted = torch.where(kept, tensor, torch.zeros_like(tensor))
+                kernels.zero([tensor], [mask])
+                assert torch.equal(tensor.nan_to_num(7), wanted.nan_to_num(7))
+
+
+def masks_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, **settings: Any) -> sc.Pruner:
+    """A Pruner that has followed some steps of training on made-up data."""
+    pruner = sc.Pruner(model, optimizer, **settings)
+    first = next(model.parameters())
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        inputs = torch.randn(16, first.shape[1], generator=generator).to(first)
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+    return pruner

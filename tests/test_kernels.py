@@ -1,0 +1,253 @@
+"""Every kernel against its plain-torch twin, by Triton's interpreter on the CPU, and the pipeline against the sort."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import secateur as sc
+from secateur import kernels
+from secateur.errors import ScoreError
+from secateur.kernels import pipeline
+from secateur.patterns import Target, choose
+from secateur.tiles import Layout, parse_pattern
+from tests import kernel_cases as cases
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted() -> Iterator[None]:
+    """The interpreter serves the CPU (see conftest.py), and torch's square root is lent to it.
+
+    torch's is off by one unit in the last place for a quarter of all numbers on CPUs (docs/LOG.md), so a kernel that
+    rounds correctly could not be compared bit for bit.
+    """
+    pytest.importorskip("triton", reason="triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("compiled kernels are tested here: pytest -m gpu")
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    patch = pytest.MonkeyPatch()
+    patch.delenv("SECATEUR_KERNELS")
+
+    def root(self: Any, argument: Any) -> Any:
+        return self.unary_op(argument, lambda x: torch.from_numpy(x).sqrt().numpy())
+
+    patch.setattr(InterpreterBuilder, "create_precise_sqrt", root)
+    patch.setattr(InterpreterBuilder, "create_sqrt", root)
+    yield
+    patch.undo()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that happens to large models happens at a few thousand weights."""
+    monkeypatch.setattr(pipeline, "SMALL", 1 << 10)
+    monkeypatch.setattr(pipeline, "FIRST_LOOK", 1 << 9)
+    monkeypatch.setattr(pipeline, "GIVEN_TILES", 1)
+
+
+@pytest.fixture
+def ops() -> Any:
+    from secateur.kernels import launching
+
+    return cases.Lockstep(launching)
+
+
+@pytest.mark.parametrize("score", cases.FUSED)
+def test_every_fused_score(score: str, ops: Any, small: None) -> None:
+    cases.check_selection(ops, cases.pieces_for(score, CPU, change=cases.extremes), 0.37, packed=True)
+    assert ops.called.keys() >= {"survey", "narrow", "sweep", "unfold", "tally", "settle", "order", "population"}
+
+
+@pytest.mark.parametrize("weight", cases.DTYPES)
+@pytest.mark.parametrize("state", cases.DTYPES)
+def test_every_dtype_and_kind_of_mask(weight: torch.dtype, state: torch.dtype, ops: Any, small: None) -> None:
+    for alive in (None, "bool", "bits"):
+        for packed in (False, True):
+            pieces = cases.pieces_for("bitter0", CPU, (5000, 33), weight, state, alive)
+            cases.check_selection(ops, pieces, 0.8, packed)
+
+
+@pytest.mark.parametrize("alive", [None, "bits", "bool"])
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
+def test_heavy_ties_take_the_slow_way(
+    alive: str | None, share: float, ops: Any, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = cases.pieces_for("bitter7", CPU, alive=alive, change=cases.ties)
+    cases.check_selection(ops, pieces, share, packed=alive == "bits")
+    assert "give_up" in ops.called
+
+
+def test_scores_without_a_kernel_are_handed_over(ops: Any, small: None) -> None:
+    for packed, alive in ((True, "bits"), (False, None)):
+        cases.check_selection(ops, cases.pieces_for("bitter5", CPU, alive=alive), 0.6, packed)
+        cases.check_selection(ops, cases.pieces_for("bitter5", CPU, alive=alive, change=cases.ties), 0.3, packed)
+    assert ops.called.keys() >= {"count", "give_up"}
+
+
+def test_different_kinds_and_layers_share_a_selection(ops: Any, small: None) -> None:
+    mixed = [
+        *cases.pieces_for("bitter7", CPU, (3000, 16)),
+        *cases.pieces_for("bitter7", CPU, (2000,), torch.bfloat16, torch.bfloat16, "bits"),
+        *cases.pieces_for("bitter7", CPU, (4096,)),
+        *cases.pieces_for("bitter9", CPU, (1500,)),
+    ]
+    cases.check_selection(ops, mixed, 0.45, packed=True)
+    cases.check_selection(ops, mixed, 0.45, packed=True, layers=True)
+    cases.check_selection(ops, mixed[:2], 0.0, packed=True)
+    cases.check_selection(ops, mixed, 1.0, packed=False)
+
+
+def test_a_sample_that_misleads(ops: Any, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "SIGMAS", 0.0)
+    monkeypatch.setattr(pipeline, "room_for", lambda wish: min(wish.total, 64))
+    for seed in range(4):
+        torch.manual_seed(seed)
+        cases.check_selection(ops, cases.pieces_for("variance", CPU, (9000, 700)), 0.5, packed=seed % 2 == 0)
+    assert "give_up" in ops.called
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_nan_is_refused_and_named(layers: bool, ops: Any, small: None) -> None:
+    pieces = cases.pieces_for("bitter7", CPU, (5000, 3000))
+    assert pieces[1].source is not None
+    pieces[1].source[1]["weight"][17] = torch.nan
+    groups = [[piece] for piece in pieces] if layers else [pieces]
+    with pytest.raises(ScoreError, match=r"NaN scores in '1' \(1\)"):
+        pipeline.prune_groups(ops, groups, [100] * len(groups), pipeline.ALONE, True)
+    assert pieces[0].source is not None
+    pieces[0].source[1]["weight"].fill_(torch.nan)
+    with pytest.raises(ScoreError, match=r"NaN scores in '0' \(5000\), '1' \(1\)"):
+        pipeline.prune_groups(ops, groups, [100] * len(groups), pipeline.ALONE, True)
+
+
+def test_one_look_at_the_device(ops: Any, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    for name in ("tolist", "item", "nonzero", "cpu"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, _real=real, _name=name: looks.append(_name) or _real(self, *a))
+    from secateur.kernels import launching
+
+    pieces = cases.pieces_for("bitter7", CPU, (9000, 700))
+    count = 4000
+    monkeypatch.setattr(launching, "launch", lambda *_, **__: None)
+    pipeline.prune_groups(launching, [pieces], [count], pipeline.ALONE, True)
+    assert looks == ["tolist"]
+
+
+TILED = [("2:4", (24, 64)), ("4:8", (5, 40)), ("1:3", (7, 12)), (None, (9, 48)), (None, (6, 77)), (None, (3, 5000))]
+
+
+@pytest.mark.parametrize(("pattern", "shape"), TILED)
+@pytest.mark.parametrize("alive", [None, "bits"])
+def test_rows_and_groups(pattern: str | None, shape: tuple[int, int], alive: str | None) -> None:
+    found = []
+    for served in (False, True):
+        torch.manual_seed(1)
+        change = cases.ties if shape[1] == 48 else None
+        sizes = [shape[0] * shape[1]] * 2
+        pieces = cases.pieces_for("bitter0", CPU, sizes, torch.bfloat16, alive=alive, change=change)
+        targets = [Target(piece, shape, shape, Layout()) for piece in pieces]
+        with pytest.MonkeyPatch.context() as patch:
+            if not served:
+                patch.setenv("SECATEUR_KERNELS", "off")
+            parsed = parse_pattern(pattern)
+            chosen = choose(targets, 0.5 if parsed is None else parsed.sparsity or 0, scope="row", pattern=parsed)
+            packed = choose(
+                targets, 0.5 if parsed is None else parsed.sparsity or 0, scope="row", pattern=parsed, packed=True
+            )
+        found.append((chosen.masks, packed.masks))
+    for which in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(found[0][which], found[1][which], strict=True))
+
+
+def test_the_ranking_kernel_and_its_twin() -> None:
+    from secateur.kernels import ranking
+
+    for packed in (False, True):
+        pieces = cases.pieces_for("bitter7", CPU, (4 * 96, 2 * 96), alive="bits" if packed else "bool")
+        done = pipeline.rank_tiles(cases.Lockstep(ranking), pieces, [96, 48], [40, 20], packed)
+        assert done is not None
+
+
+@pytest.mark.parametrize("mask", [None, "bits", "bool"])
+@pytest.mark.parametrize(("amsgrad", "maximize"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("theta", "soft"), [(0.0, False), (0.5, True)])
+def test_the_adamw_kernel(mask: str | None, amsgrad: bool, maximize: bool, theta: float, soft: bool) -> None:
+    from secateur.kernels import stepping
+
+    for parameter, state in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        case = {"parameter": parameter, "state": state, "mask": mask, "amsgrad": amsgrad, "maximize": maximize}
+        cases.check_adamw(stepping, CPU, {**case, "theta": theta, "soft": soft})
+
+
+def test_the_zeroing_kernel() -> None:
+    from secateur.kernels import stepping
+
+    cases.check_zero(stepping, CPU)
+
+
+def test_a_pruner_on_kernels_equals_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(optimizer: Any, **settings: Any) -> sc.Pruner:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 32), nn.ReLU(), nn.Linear(32, 8))
+        return cases.masks_of(model, optimizer(model.parameters(), lr=1e-2), 6, every=2, **settings)
+
+    for settings in (
+        {"score": "bitter7", "sparsity": sc.linear(0.7, begin=0, end=6)},
+        {"score": "movement", "sparsity": 0.5, "scope": "layer"},
+        {"score": "magnitude", "pattern": "2:4", "sparsity": None},
+    ):
+        fast = run(torch.optim.AdamW, **settings)
+        assert fast._held.packed
+        ours = run(sc.optim.AdamW, **settings)
+        saved = fast.state_dict()
+        with monkeypatch.context() as patch:
+            patch.setenv("SECATEUR_KERNELS", "off")
+            plain = run(torch.optim.AdamW, **settings)
+        assert not plain._held.packed
+        for name, mask in plain.masks.items():
+            assert torch.equal(mask, fast.masks[name])
+            assert torch.equal(saved[f"mask.{name}"], plain.state_dict()[f"mask.{name}"])
+            weight = ours._model.get_parameter(name)
+            assert bool((weight[~ours.masks[name]] == 0).all())
+        assert fast.report().mask_bytes < plain.report().mask_bytes / 4
+        assert ours.sparsity == fast.sparsity == plain.sparsity
+        ours.load_state_dict(saved)
+        assert all(torch.equal(mask, ours.masks[name]) for name, mask in plain.masks.items())
+
+
+def test_who_serves_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels.reason_against(CPU) is None
+    monkeypatch.setenv("SECATEUR_KERNELS", "off")
+    assert kernels.reason_against(CPU) == "SECATEUR_KERNELS=off"
+    monkeypatch.delenv("SECATEUR_KERNELS")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert kernels.reason_against(CPU) == "plain torch serves CPUs"
+    assert "NVIDIA" in str(kernels.reason_against(torch.device("mps")))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert kernels.reason_against(torch.device("cuda")) == "triton is not installed"
+
+
+def test_many_processes_by_kernel() -> None:
+    """Two processes under the interpreter come to the masks of one without kernels."""
+    pytest.importorskip("torch.distributed.tensor")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=localhost:0", "-m", "tests.kernel_worker"]
+    done = subprocess.run(
+        command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
