@@ -24,10 +24,10 @@ check: $(VENV)/.ready
 	$(BIN)/mypy
 
 bench-select: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.select
+	$(BIN)/secateur bench select
 
 readme: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m secateur.bench.tables
 
 clean:
 	rm -rf $(VENV) report.html

@@ -1,1 +1,0 @@
-"""Benchmarks: few scripts, each writes raw samples to results/, tables are generated from those files."""

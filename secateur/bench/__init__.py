@@ -1,0 +1,14 @@
+"""Benchmarks: `secateur bench NAME` measures, prints a table and writes every raw sample to benchmarks/results.
+
+Each module named here has `add_options(parser)` and `run(options)`, the exit code. Tables in README and docs are
+generated from the written files by `python -m secateur.bench.tables`.
+"""
+
+NAMES = {
+    "select": "one mask update: exact, sampled, topk, kthvalue",
+    "accuracy": "how far a sampled threshold is off, and how that drifts",
+    "step": "one step of AdamW: dense, masked, masked and clipped",
+    "train": "GPT-2 training: eager and compiled, dense and pruned",
+    "scale": "one mask update from a million weights to seven billion",
+    "demo": "the demo's own table, recorded",
+}

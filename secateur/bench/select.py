@@ -1,0 +1,115 @@
+"""One mask update: the exact selection beside AdamWPrune's forms and torch's own, at 50 % of |w| (v + 1e-8)^(1/4).
+
+The forms take turns for several rounds. On CPUs a form is called "in a row" in each round, which lets the allocator
+keep the pages of one call for the next, and then "now and then": before each call the allocator gives free pages back,
+as it has in a training loop that updates masks every hundred steps. On GPUs, whose allocator keeps its blocks, calls
+are made in a row. No ratio is printed unless the masks are those of a stable sort.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from secateur.bench import forms, record, select_gpu
+from secateur.bench.forms import SPARSITY, Form
+from secateur.bench.measuring import add_device, bandwidth, device_of, milliseconds, positive, scratch_mib, times
+from secateur.report import text_table
+
+FORMS: dict[str, Form] = {
+    "secateur": forms.secateur,
+    "single pass, 1 % sample": forms.single_pass,
+    "2 % sample": forms.sampled,
+    "kthvalue": forms.kthvalue,
+    "global_unstructured": forms.global_unstructured,
+}
+SLOW = ("kthvalue", "global_unstructured")  # seconds a call: one a round is enough
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"dims": [1024, 2048], "layers": 12, "calls": 5, "rounds": 4},
+    "cuda": {"dims": [4096], "layers": 24, "calls": 30, "rounds": 1},
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_device(parser)
+    parser.add_argument("--dims", "--dim", type=positive, nargs="+", help="sizes: layers of DIM x DIM (GPU: 4096)")
+    parser.add_argument("--layers", type=positive, help="how many of them (CPU: 12, GPU: 24)")
+    parser.add_argument("--calls", type=positive, help="calls of each form in a round (CPU: 5, GPU: 30)")
+    parser.add_argument("--rounds", type=positive, help="rounds in which the forms take turns (CPU: 4, GPU: 1)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and moments")
+    record.add_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, save."""
+    device = device_of(options)
+    dims, layers, calls, rounds = (getattr(options, name) or value for name, value in DEFAULTS[device.type].items())
+    data: dict[str, Any] = {"seed": 0, "sparsity": SPARSITY, "dtype": options.dtype, "sizes": []}
+    speed = bandwidth(device) if device.type == "cuda" else 0.0
+    for dim in dims:
+        made = forms.make([(dim, dim)] * layers, device, getattr(torch, options.dtype))
+        if device.type == "cuda":
+            size = select_gpu.measure(made, device, speed, calls, rounds)
+        else:
+            size = measure(made, calls, rounds)
+        data["sizes"].append({"dim": dim, "layers": layers, **size})
+        print(text_table(*(select_gpu.table if device.type == "cuda" else table)(size)), end="\n\n")
+    if speed:
+        data["bandwidth"] = speed
+    print(record.save("select", data, options, device))
+    return 0
+
+
+def give_pages_back() -> None:
+    """Ask glibc for what `free` left in its hands; elsewhere there is nothing to ask."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def measure(layers: forms.Layers, calls: int, rounds: int) -> dict[str, Any]:
+    """Samples of every form at one size, on the CPU."""
+    cpu = torch.device("cpu")
+    in_a_row: dict[str, list[float]] = {name: [] for name in FORMS}
+    now_and_then: dict[str, list[float]] = {name: [] for name in FORMS}
+    for _ in range(rounds):
+        for name, form in FORMS.items():
+            if name not in SLOW:
+                form(layers)
+                in_a_row[name] += [milliseconds(partial(form, layers), cpu) for _ in range(calls)]
+            for _ in range(1 if name in SLOW else calls):
+                give_pages_back()
+                now_and_then[name].append(milliseconds(partial(form, layers), cpu))
+    return {
+        "weights": forms.weights_of(layers),
+        "right": forms.equal(FORMS["secateur"](layers), forms.sorted_masks(layers), layers),
+        "in_a_row": in_a_row,
+        "now_and_then": now_and_then,
+        "pruned": {name: forms.pruned(form(layers), layers) for name, form in FORMS.items()},
+        "scratch_mib": {name: scratch_mib(partial(form, layers), cpu) for name, form in FORMS.items()},
+    }
+
+
+def table(size: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Header and rows for one size; ratios only if the masks were right."""
+    sizes = f"{size['weights'] / 1e6:.2f} M weights"
+    header = (sizes, "ms now and then", "to ours", "ms in a row", "to ours", "scratch MiB", "pruned, off by")
+    wanted = round(SPARSITY * size["weights"])
+    rows = []
+    for name in size["pruned"]:
+        cells = [name]
+        for kind in ("now_and_then", "in_a_row"):
+            if not size[kind][name]:
+                cells += ["-", "-"]
+                continue
+            median, ours = (statistics.median(size[kind][which]) for which in (name, "secateur"))
+            cells += [f"{median:.0f}", times(median / ours, size["right"])]
+        off = size["pruned"][name] - wanted
+        rows.append((*cells, f"{size['scratch_mib'][name]:.0f}", f"{off:+,}" if off else "0"))
+    return header, rows
