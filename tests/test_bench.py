@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,14 @@ def test_options_that_cannot_work_say_so(tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["bench", "select", "--calls", "0"])
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_installed_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["bench", "train", "--tiny", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "needs transformers: pip install 'secateur[hf]'" in capsys.readouterr().err
 
 
 def test_the_seven_billion_are_those_of_the_model() -> None:

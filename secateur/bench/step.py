@@ -9,6 +9,7 @@ some steps from one start, ours agrees with torch's: step_check.py says how clos
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -63,6 +64,7 @@ def measure(dim: int, layers: int, device: torch.device, calls: int, rounds: int
     for _ in range(rounds):
         for name in FORMS:
             taken[name] += samples(build(name, weights, masks), device, calls)
+            gc.collect()  # an optimizer with hooks is part of a cycle, and its state would stay for a while
     return taken
 
 
