@@ -12,7 +12,6 @@ from secateur.bits import as_bool, to_bits
 from secateur.errors import StateError
 from secateur.pieces import mixed
 
-
 PART = 1 << 22  # weights masked at a time
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

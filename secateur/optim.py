@@ -90,7 +90,7 @@ class AdamW(torch.optim.AdamW):
         return self.spam is not None and is_cold(self.spam, self.taken)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Pruned weights and their state are zero after it."""
         loss = None
         if closure is not None:

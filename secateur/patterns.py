@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from secateur import allocation as allocations
+from secateur.bits import to_bits
 from secateur.errors import PatternError
 from secateur.kernels import prune_groups, rank_tiles
-from secateur.bits import to_bits
 from secateur.pieces import CHUNK, Piece, Where, flat_part, without_lowest
 from secateur.schedules import check_sparsity
 from secateur.selection import Cut, prune_exactly, refuse_nan

@@ -56,7 +56,9 @@ def as_spam(wanted: Spam | str | Mapping[str, Any] | bool | None) -> Spam | None
         return PRESETS[wanted]
     if isinstance(wanted, Mapping) and wanted.keys() <= asdict(Spam()).keys():
         return Spam(**wanted)
-    raise ScheduleError(f"spam is one of {', '.join(map(repr, PRESETS))}, a secateur.optim.Spam, or None; got {wanted!r}.")
+    raise ScheduleError(
+        f"spam is one of {', '.join(map(repr, PRESETS))}, a secateur.optim.Spam, or None; got {wanted!r}."
+    )
 
 
 def resets(spam: Spam, taken: int) -> bool:

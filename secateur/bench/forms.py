@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from secateur.bits import from_bits
 from secateur.facts import evaluator
 from secateur.kernels import prune_groups
-from secateur.masks import from_bits
 from secateur.pieces import Piece
 from secateur.registry import resolve
 

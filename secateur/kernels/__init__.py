@@ -99,7 +99,9 @@ def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """Zero, in place, what the masks say is gone: each bool in its tensor's shape, or flat bits."""
     from secateur.kernels import reference
 
-    plain = [not (serves(t, m) and t.is_contiguous() and m.is_contiguous()) for t, m in zip(tensors, masks, strict=True)]
+    plain = [
+        not (serves(t, m) and t.is_contiguous() and m.is_contiguous()) for t, m in zip(tensors, masks, strict=True)
+    ]
     chosen = [number for number, slow in enumerate(plain) if slow]
     if chosen:
         reference.zero([tensors[n] for n in chosen], [masks[n] for n in chosen])
@@ -136,7 +138,9 @@ def population(masks: Sequence[Tensor]) -> list[int]:
 
         with on(masks[0].device):
             return stepping.population(masks).tolist()
-    return [count_of(mask.view(-1) if mask.dtype == torch.bool else from_bits(mask, 8 * mask.numel())) for mask in masks]
+    return [
+        count_of(mask.view(-1) if mask.dtype == torch.bool else from_bits(mask, 8 * mask.numel())) for mask in masks
+    ]
 
 
 def _served(pieces: Sequence[Piece]) -> bool:

@@ -41,8 +41,8 @@ class Board:
         groups, pieces, self.device = len(wanted), len(table.pieces), table.device
         self.groups = groups
         shares = [count / max(1, all_) for count, all_ in zip(wanted, living, strict=True)]
-        shares = struct.unpack(f"{groups}q", struct.pack(f"{groups}d", *shares))  # their bits: one message for all
-        numbers = [*table.numbers, *(WHOLE * groups), *wanted, *shares]
+        bits = struct.unpack(f"{groups}q", struct.pack(f"{groups}d", *shares))  # so that one message holds all
+        numbers = [*table.numbers, *(WHOLE * groups), *wanted, *bits]
         sent = to_device(numbers, torch.int64, self.device)
         table.rows, self.ranges, self.wanted, self.shares = sent.split([len(table.numbers), 4 * groups, groups, groups])
         self.shares = self.shares.view(torch.float64)

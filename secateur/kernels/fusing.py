@@ -83,7 +83,7 @@ def fuse(plan: Plan | None, facts: Mapping[str, Any]) -> Fused | None:
     plain = tensors
     if plan.formula == WANDA:
         spread, plain = spread_of(tensors[-1]), tensors[:-1]
-    if spread is None or not all([t.is_contiguous() and t.dtype in FLOATS for t in plain]):
+    if spread is None or not all(t.is_contiguous() and t.dtype in FLOATS for t in plain):
         return None
     scale = correction(facts["beta1"], facts["step"]) if plan.corrected else 1.0
     return Fused(plan, tensors, scale, spread)

@@ -10,12 +10,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from secateur.kernels import selecting
+from secateur.kernels import counting, settling, sweeping
 from secateur.kernels.board import BLOCK, FEW, ORDERED, RUN, Board
 from secateur.kernels.table import TILE, Launch, Table
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
 
 
 _COMPILED: dict[Any, Any] = {}
@@ -60,12 +59,12 @@ def survey(table: Table, board: Board, of: Launch, shift: int) -> None:
         board.ranges, board.counts,
     )  # fmt: skip
     constants = (*_formula(of), of.kind.alive, of.tiles is not None, shift > 0)
-    launch(selecting._survey, -(-runs * RUN // BLOCK), arguments, constants, warps=4)
+    launch(counting._survey, -(-runs * RUN // BLOCK), arguments, constants, warps=4)
 
 
 def count(board: Board, scores: Tensor, group: int) -> None:
     arguments = (scores, scores.numel(), group, board.ranges, board.counts)
-    launch(selecting._count, -(-scores.numel() // BLOCK), arguments, (), warps=4)
+    launch(counting._count, -(-scores.numel() // BLOCK), arguments, (), warps=4)
 
 
 def narrow(
@@ -74,7 +73,7 @@ def narrow(
     arguments = (
         board.ranges, board.counts, board.totals, board.wanted, board.shares, board.failed, sigmas or 0.0
     )  # fmt: skip
-    launch(selecting._narrow, board.groups, arguments, (sigmas is not None, collected, begin, last), warps=16)
+    launch(counting._narrow, board.groups, arguments, (sigmas is not None, collected, begin, last), warps=16)
 
 
 def sweep(table: Table, board: Board, of: Launch, given: Tensor | None = None, *, careful: bool = False) -> None:
@@ -83,8 +82,15 @@ def sweep(table: Table, board: Board, of: Launch, given: Tensor | None = None, *
         of.kind.plan.eps, board.ranges, board.counters, board.rooms, board.words, board.positions, board.keys,
         board.inside, board.spoiled,
     )  # fmt: skip
-    how = (of.kind.alive, of.tiles is not None, table.mask_kind, of.kind.aligned, given is None and not careful, careful)
-    launch(selecting._sweep, of.count, arguments, (*_formula(of), *how), warps=4)
+    how = (
+        of.kind.alive,
+        of.tiles is not None,
+        table.mask_kind,
+        of.kind.aligned,
+        given is None and not careful,
+        careful,
+    )
+    launch(sweeping._sweep, of.count, arguments, (*_formula(of), *how), warps=4)
 
 
 def unfold(table: Table, board: Board, of: Launch) -> None:
@@ -92,7 +98,7 @@ def unfold(table: Table, board: Board, of: Launch) -> None:
         table.rows, table.scales, table.owners, board.block_groups, board.counters, board.rooms, board.words,
         board.positions, board.keys, board.spoiled, board.ranges, of.kind.plan.eps, of.number,
     )  # fmt: skip
-    launch(selecting._unfold, board.block_groups.numel(), arguments, (*_formula(of), table.mask_kind))
+    launch(settling._unfold, board.block_groups.numel(), arguments, (*_formula(of), table.mask_kind))
 
 
 def tally(table: Table, board: Board, peers: bool) -> None:
@@ -100,7 +106,7 @@ def tally(table: Table, board: Board, peers: bool) -> None:
         table.rows, table.owners, board.block_groups, board.counters, board.rooms, board.positions, board.keys,
         board.ranges, board.counts,
     )  # fmt: skip
-    launch(selecting._tally, board.block_groups.numel(), arguments, (peers,))
+    launch(settling._tally, board.block_groups.numel(), arguments, (peers,))
 
 
 def settle(table: Table, board: Board, peers: bool) -> None:
@@ -108,7 +114,7 @@ def settle(table: Table, board: Board, peers: bool) -> None:
         table.rows, table.owners, board.block_groups, board.counters, board.failed, board.rooms, board.positions,
         board.keys, board.ranges, board.few, board.equal,
     )  # fmt: skip
-    launch(selecting._settle, board.block_groups.numel(), arguments, (table.mask_kind, peers))
+    launch(settling._settle, board.block_groups.numel(), arguments, (table.mask_kind, peers))
 
 
 def order(table: Table, board: Board, quotas: Tensor | None) -> None:
@@ -117,7 +123,7 @@ def order(table: Table, board: Board, quotas: Tensor | None) -> None:
         board.few if quotas is None else quotas,
     )  # fmt: skip
     programs = board.groups * (FEW // ORDERED)
-    launch(selecting._order, programs, arguments, (table.mask_kind, quotas is not None), warps=4)
+    launch(settling._order, programs, arguments, (table.mask_kind, quotas is not None), warps=4)
 
 
 def give_up(
@@ -128,7 +134,7 @@ def give_up(
         of.kind.plan.eps, board.ranges, before, quotas,
     )  # fmt: skip
     how = (of.kind.alive, of.tiles is not None, table.mask_kind, of.kind.aligned)
-    launch(selecting._give_up, of.count, arguments, (*_formula(of), *how))
+    launch(sweeping._give_up, of.count, arguments, (*_formula(of), *how))
 
 
 def population(masks: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-
 from typing import Any
 
 from torch import Tensor
@@ -40,9 +39,14 @@ class Part:
 
     def here(self) -> Part:
         """The same with only what this process holds of every tensor."""
-        names = "parameter", "gradient", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
-        tensors = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: None if t is None else local(t.detach()) for name, t in tensors.items()})
+        return replace(
+            self,
+            parameter=local(self.parameter.detach()),
+            gradient=local(self.gradient.detach()),
+            exp_avg=local(self.exp_avg),
+            exp_avg_sq=local(self.exp_avg_sq),
+            max_exp_avg_sq=None if self.max_exp_avg_sq is None else local(self.max_exp_avg_sq),
+        )
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from secateur.bits import as_bool, to_bits
 from secateur.kernels.board import BELOW, CROWDED, DIGIT, EQUAL, FEW, INSIDE, LOW, RANK, RUN, Board, range_of
 from secateur.kernels.table import BITS, BOOL, TILE, Launch, Table, mask_kind, new_masks, to_device
-from secateur.bits import as_bool, to_bits
 from secateur.pieces import Piece, Where, count_of, value_of
 from secateur.selection import Cut, narrowed, refuse_nan
 from secateur.shards import Peers
@@ -89,9 +89,7 @@ class Engine:
     def table(self, wishes: Sequence[Wish]) -> Table:
         members = [number for wish in wishes for number in wish.pieces]
         groups = [group for group, wish in enumerate(wishes) for _ in wish.pieces]
-        return Table(
-            [self.pieces[n] for n in members], groups, [self.masks[n] for n in members], rank=self.peers.rank
-        )
+        return Table([self.pieces[n] for n in members], groups, [self.masks[n] for n in members], rank=self.peers.rank)
 
     def begin(self, numbers: list[int], wishes: Sequence[Wish]) -> Round:
         """Everything up to the masks, without looking at any of it."""
@@ -175,7 +173,6 @@ class Engine:
         ties = board.table_of("ranges")[groups, RANK]
         quotas = (ties[:, None] - before).clamp(min=0).minimum(grid)
         return quotas[rows, columns]
-
 
     def finish(self, wishes: Sequence[Wish], board: Board, told: Sequence[int]) -> list[Cut]:
         """Read a round's outcome; where it failed, go the slow way."""

@@ -11,7 +11,7 @@ import triton.language as tl
 from secateur.kernels.board import Board
 from secateur.kernels.launching import _formula, launch
 from secateur.kernels.scoring import BITS, alive_at, key_of, score_at
-from secateur.kernels.selecting import COLUMNS, MASK, NUMEL, RUN
+from secateur.kernels.sweeping import COLUMNS, MASK, NUMEL, RUN
 from secateur.kernels.table import Table, layout, to_device
 from secateur.pieces import DEAD_KEY as DEAD
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
+from secateur.bits import from_bits, to_bits
 from secateur.kernels.board import (
     BELOW,
     BINS,
@@ -28,7 +29,6 @@ from secateur.kernels.board import (
 )
 from secateur.kernels.parts import Part
 from secateur.kernels.table import COLUMNS, LAUNCH, TILE, Launch, Table
-from secateur.bits import from_bits, to_bits
 from secateur.masks import apply
 from secateur.pieces import DEAD_KEY, keys_of, values_of, without_lowest
 from secateur.shards import like
@@ -67,10 +67,11 @@ def _collected(board: Board, group: int, column: int) -> slice:
     return slice(begin, begin if counters[OVER] else begin + int(counters[column]))
 
 
-def _add(board: Board, keys: Tensor, group: int) -> None:
+def _add(board: Board, keys: Tensor, group: int, outside: bool = True) -> None:
+    """Count keys by their digit in the group's range; what lies below or above it in the last two slots."""
     low, high, shift, _ = board.table_of("ranges")[group].tolist()
     slots = torch.where(keys < low, BINS, torch.where(keys > high, BINS + 1, (keys.long() - low) >> shift))
-    board.table_of("counts")[group] += torch.bincount(slots, minlength=SLOTS)
+    board.table_of("counts")[group] += torch.bincount(slots if outside else slots[slots < BINS], minlength=SLOTS)
 
 
 def survey(table: Table, board: Board, launch: Launch, shift: int) -> None:
@@ -139,6 +140,8 @@ def sweep(table: Table, board: Board, launch: Launch, given: Tensor | None = Non
     for tile, number, where in _tiles(table, launch):
         group, scores, alive = table.groups[number], table.pieces[number].score(where), _alive(table, number)[where]
         low, high = values_of(board.table_of("ranges")[group, :2])
+        if not careful and given is None:  # a kernel takes quick roots there, so what is near the range is inside
+            low, high = low - margin(low), high + margin(high)
         kept = alive & ~(scores < low)
         middle = kept & ~(scores > high)
         _write(table, number, where, kept)
@@ -155,6 +158,11 @@ def sweep(table: Table, board: Board, launch: Launch, given: Tensor | None = Non
             words = (flags << torch.arange(RUN)).sum(1)
             some = words.nonzero().flatten()
             _store(board, group, WORDS, [(board.words, (tile * (TILE // RUN) + some) << 16 | words[some])])
+
+
+def margin(bound: Tensor) -> Tensor:
+    """More than a rough score can be off: 2^-17 of it, and what a quick root loses of the smallest numbers."""
+    return bound.abs() * 2.0**-17 + 1e-36
 
 
 def _store(board: Board, group: int, column: int, values: list[tuple[Tensor, Tensor]]) -> None:
@@ -200,7 +208,7 @@ def tally(table: Table, board: Board, peers: bool) -> None:
     for group in range(board.groups):
         listed = _collected(board, group, LISTED)
         mine = counted[table.owners[board.positions[listed] // TILE].long()]
-        _add(board, board.keys[listed][mine], group)
+        _add(board, board.keys[listed][mine], group, outside=False)
 
 
 def settle(table: Table, board: Board, peers: bool) -> None:
@@ -271,7 +279,9 @@ def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
 
 def population(masks: Sequence[Tensor]) -> Tensor:
     """How many weights each mask keeps."""
-    return torch.stack([mask.sum() if mask.dtype == torch.bool else from_bits(mask, 8 * mask.numel()).sum() for mask in masks])
+    return torch.stack(
+        [mask.sum() if mask.dtype == torch.bool else from_bits(mask, 8 * mask.numel()).sum() for mask in masks]
+    )
 
 
 def adamw(parts: Sequence[Part], group: Mapping[str, Any], soft: Tensor | None = None) -> None:

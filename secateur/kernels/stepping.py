@@ -1,8 +1,10 @@
-"""Triton kernels that walk over weights and state: zero what a mask says is gone, and AdamW with mask and SPAM inside."""
+"""Triton kernels over weights and state: zero what a mask says is gone, and AdamW with mask and SPAM inside."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +22,7 @@ COLUMNS: tl.constexpr = tl.constexpr(8)  # per tensor: up to five addresses, tha
 MASK: tl.constexpr = tl.constexpr(5)
 NUMEL: tl.constexpr = tl.constexpr(6)
 FIRST: tl.constexpr = tl.constexpr(7)
-NUMBERS: tl.constexpr = tl.constexpr(8)  # per tensor: decay, beta1, beta2, step size, root of bias, eps, sign, theta
+NUMBERS: tl.constexpr = tl.constexpr(10)  # per tensor, see _numbers
 
 BIT_TYPES = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 
@@ -92,15 +94,13 @@ def _adamw(
     if CLIPPED:
         limit = tl.where(second > 0, tl.sqrt(tl.load(mine + 7) * second), float("inf"))
         gradient = tl.where(gradient > limit, limit, tl.where(gradient < -limit, -limit, gradient))
-    beta1, beta2 = tl.load(mine + 1), tl.load(mine + 2)
-    parameter = parameter - tl.load(mine) * parameter
-    first = beta1 * first + (gradient - beta1 * gradient)
-    square = gradient * gradient
-    second = beta2 * second + (square - beta2 * square)
+    parameter = tl.fma(-tl.load(mine), parameter, parameter)
+    first = tl.fma(tl.load(mine + 1), first, tl.load(mine + 8) * gradient)
+    second = tl.fma(tl.load(mine + 2), second, tl.load(mine + 9) * (gradient * gradient))
     largest = second
     if AMSGRAD:
         largest = tl.maximum(read(tl.load(row + 4), start, lane, valid, STATE, ALIGNED).to(tl.float32), second)
-    divisor = tl.sqrt_rn(largest) * tl.load(mine + 4) + tl.load(mine + 5)
+    divisor = tl.div_rn(tl.sqrt_rn(largest), tl.load(mine + 4)) + tl.load(mine + 5)
     parameter = parameter - tl.div_rn(tl.load(mine + 3) * first, divisor)
     if MASKED != 0:
         kept = _kept(row, start, lane, valid, MASKED, ALIGNED)
@@ -144,7 +144,7 @@ def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
 def population(masks: Sequence[Tensor]) -> Tensor:
     """How many weights each mask keeps, bool or bits; on the device."""
     counts = torch.zeros(len(masks), dtype=torch.int64, device=masks[0].device)
-    words = all([mask.nbytes % 4 == 0 and mask.data_ptr() % 4 == 0 for mask in masks])
+    words = all(mask.nbytes % 4 == 0 and mask.data_ptr() % 4 == 0 for mask in masks)
     rows, owners = _table([[mask.view(torch.int32) if words else mask] for mask in masks], [None] * len(masks))
     launch(_population, owners.numel(), (rows, owners, counts), (tl.int32 if words else tl.uint8,))
     return counts
@@ -155,7 +155,7 @@ def adamw(parts: Sequence[Part], soft: Tensor | None = None) -> None:
     parts = [part for part in parts if part.parameter.numel()]
     torch._foreach_add_([part.step for part in parts], 1)
 
-    def kind(part: Part) -> tuple[object, ...]:
+    def kind(part: Part) -> tuple[Any, ...]:
         types = part.parameter.dtype, part.gradient.dtype, part.exp_avg.dtype
         aligned = _aligned((*part.tensors, part.gradient, part.mask))
         return (*types, mask_kind(part.mask), part.hyper.amsgrad, part.hyper.theta > 0, aligned)
@@ -165,7 +165,7 @@ def adamw(parts: Sequence[Part], soft: Tensor | None = None) -> None:
         _launch([part for part, found in zip(parts, kinds, strict=True) if found == wanted], wanted, soft)
 
 
-def _launch(parts: Sequence[Part], kind: tuple[object, ...], soft: Tensor | None) -> None:
+def _launch(parts: Sequence[Part], kind: tuple[Any, ...], soft: Tensor | None) -> None:
     rows, owners = _table(
         [[p.parameter, p.gradient, p.exp_avg, p.exp_avg_sq, p.max_exp_avg_sq] for p in parts], [p.mask for p in parts]
     )
@@ -177,8 +177,20 @@ def _launch(parts: Sequence[Part], kind: tuple[object, ...], soft: Tensor | None
 
 
 def _numbers(part: Part) -> list[float]:
+    """Decay, betas, step size, root of v's bias, eps, sign, theta and what is left of one beside each beta.
+
+    Rounded to fp32 where torch's fused step does, so that both walk the same way.
+    """
     hyper, step = part.hyper, float(part.step)
-    root = (1 - hyper.beta2**step) ** 0.5
-    size = hyper.lr / (1 - hyper.beta1**step)
+    rate, beta1, beta2 = _single(hyper.lr), _single(hyper.beta1), _single(hyper.beta2)
+    size = rate / _single(1 - hyper.beta1**step)
+    root = _single(1 - hyper.beta2**step) ** 0.5
     sign = -1.0 if hyper.maximize else 1.0
-    return [hyper.lr * hyper.weight_decay, hyper.beta1, hyper.beta2, size, 1 / root, hyper.eps, sign, hyper.theta]
+    decay = rate * _single(hyper.weight_decay)
+    return [decay, beta1, beta2, size, root, hyper.eps, sign, hyper.theta, 1 - beta1, 1 - beta2]
+
+
+def _single(value: float) -> float:
+    """Rounded to fp32."""
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded

@@ -138,7 +138,7 @@ class Table:
 
 @lru_cache(maxsize=32)
 def layout(sizes: tuple[int, ...], tile: int, device: torch.device) -> tuple[list[int], Tensor]:
-    """First tile of each tensor, and which tensor each tile is of (int32). The same from step to step, so it is kept."""
+    """First tile of each tensor, and which tensor each tile is of (int32). The same every time, so it is kept."""
     counts = [-(-size // tile) for size in sizes]
     owners = torch.arange(len(sizes), device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
     return [0, *accumulate(counts)], to_device(owners, torch.int32, device)

@@ -1,0 +1,154 @@
+"""The kernels on a real GPU: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import secateur as sc
+from secateur.errors import ScoreError
+from secateur.kernels import pipeline, prune_groups
+from tests import kernel_cases as cases
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def ops() -> Any:
+    from secateur.kernels import launching
+
+    return launching
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "SMALL", 1 << 10)
+    monkeypatch.setattr(pipeline, "FIRST_LOOK", 1 << 9)
+
+
+@pytest.mark.parametrize("score", [*cases.FUSED, "bitter5", "bitter9"])
+@pytest.mark.parametrize("alive", [None, "bool", "bits"])
+def test_every_score(score: str, alive: str | None, ops: Any, small: None) -> None:
+    for weight in cases.DTYPES:
+        for state in cases.DTYPES:
+            for change in (None, cases.ties, cases.extremes):
+                pieces = cases.pieces_for(score, GPU, (70001, 33, 4096), weight, state, alive, change)
+                if change is not cases.extremes or weight is not torch.float16:
+                    try:
+                        cases.check_selection(ops, pieces, 0.43, packed=alive != "bool", layers=state is weight)
+                    except ScoreError:  # extremes overflow to NaN in some formulas, for both alike
+                        assert change is cases.extremes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", [False, True])
+def test_millions_of_weights(dtype: torch.dtype, packed: bool, ops: Any) -> None:
+    for score in ("bitter7", "magnitude", "variance"):
+        for share in (0.01, 0.5, 0.97):
+            pieces = cases.pieces_for(score, GPU, (3_000_000, 1_000_001, 5), dtype, dtype)
+            cases.check_selection(ops, pieces, share, packed)
+
+
+def test_every_kernel_and_its_twin_on_the_gpu(small: None) -> None:
+    """All kernels but the rough sweep, whose words depend on how quick the device's roots are."""
+    from secateur.kernels import stepping
+
+    for mask in (None, "bits", "bool"):
+        for parameter, state in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+            for amsgrad, theta, soft in ((False, 0.0, False), (True, 0.5, True)):
+                case = {"parameter": parameter, "state": state, "mask": mask, "maximize": amsgrad}
+                cases.check_adamw(stepping, GPU, {**case, "amsgrad": amsgrad, "theta": theta, "soft": soft})
+    cases.check_zero(stepping, GPU)
+
+
+def test_no_launch_per_tensor(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+    real = ops.launch
+    monkeypatch.setattr(
+        ops, "launch", lambda kernel, *rest, **named: launches.append(kernel) or real(kernel, *rest, **named)
+    )
+    for tensors in (3, 300):
+        launches.clear()
+        pieces = cases.pieces_for("bitter7", GPU, [4096] * tensors)
+        pipeline.prune_groups(ops, [pieces], [tensors * 1000], sc.selection.ALONE, True)
+        assert len(launches) < 20
+
+
+def test_scratch_is_bounded() -> None:
+    pieces = cases.pieces_for("bitter7", GPU, (40_000_000, 20_000_000))
+    prune_groups([pieces], [30_000_000], packed=True)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    masks = prune_groups([pieces], [30_000_000], packed=True).masks
+    used = torch.cuda.max_memory_allocated() - before - sum(mask.nbytes for mask in masks)
+    assert used < 24 << 20
+
+
+def build(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 1000), nn.ReLU(), nn.Linear(1000, 64)]
+    return nn.Sequential(*layers).to(GPU, dtype)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    *({"score": score, "sparsity": sc.cubic(0.6, begin=0, end=12)} for score in sc.scores() if score != "wanda"),
+    {"score": "bitter7", "scope": "layer", "sparsity": 0.5},
+    {"score": "bitter7", "scope": "row", "sparsity": 0.37},
+    {"score": "magnitude", "pattern": "2:4", "sparsity": None},
+    {"score": "bitter0", "pattern": "4:8", "sparsity": None},
+    {"score": "variance", "allocation": "erk", "sparsity": 0.7},
+    {"score": "fisher", "allocation": "lamp", "sparsity": 0.7},
+    {"score": "magnitude", "pattern": "block:4x4", "sparsity": 0.5},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_pruner_with_and_without_kernels(
+    settings: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for kernels in ("on", "off"):
+        monkeypatch.setenv("SECATEUR_KERNELS", kernels)
+        model = build(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        found.append(cases.masks_of(model, optimizer, 14, every=4, **settings))
+        assert found[-1]._held.packed == (kernels == "on")
+        for name, mask in found[-1].masks.items():
+            assert bool((model.get_parameter(name)[~mask] == 0).all())
+    assert all(torch.equal(mask, found[1].masks[name]) for name, mask in found[0].masks.items())
+    assert found[0].report().pruned == found[1].report().pruned
+
+
+def test_our_adamw_walks_as_torchs_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [build(), build()]
+    optimizers = [
+        torch.optim.AdamW(models[0].parameters(), lr=1e-3, weight_decay=0.1, fused=True),
+        sc.optim.AdamW(models[1].parameters(), lr=1e-3, weight_decay=0.1),
+    ]
+    for step in range(20):
+        inputs = torch.randn(64, 256, device=GPU)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+        for (_, a), (_, b) in zip(*(model.named_parameters() for model in models), strict=True):
+            b.grad = a.grad.clone()  # the same gradients, so that only the steps differ
+        for optimizer in optimizers:
+            optimizer.step()
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            size = a.abs().clamp(min=float(a.square().mean().sqrt()))
+            assert float(((a - b).abs() / size).max()) <= 4 * (step + 1) * 2.0**-23
+    saved = optimizers[1].state_dict()
+    optimizers[0].load_state_dict(saved)
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    for optimizer in optimizers:
+        optimizer.step()
+    assert torch.allclose(*(next(model.parameters()) for model in models), rtol=1e-5, atol=1e-7)
