@@ -244,7 +244,9 @@ def test_who_serves_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.reason_against(CPU) == "plain torch serves CPUs"
     assert "NVIDIA" in str(kernels.reason_against(torch.device("mps")))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    kernels._reason.cache_clear()
     assert kernels.reason_against(torch.device("cuda")) == "triton is not installed"
+    kernels._reason.cache_clear()
 
 
 def test_many_processes_by_kernel() -> None:

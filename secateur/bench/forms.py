@@ -101,14 +101,20 @@ def pieces_of(layers: Layers) -> list[Piece]:
     return pieces
 
 
+def ours(layers: Layers, packed: bool = False) -> Callable[[], list[Tensor]]:
+    """Ours, exact, a byte or a bit a weight: an update ready to be called again and again, as a Pruner does."""
+    pieces, count = pieces_of(layers), round(SPARSITY * weights_of(layers))
+    return lambda: prune_groups([pieces], [count], packed=packed).masks
+
+
 def secateur(layers: Layers) -> list[Tensor]:
-    """Ours, exact: a byte a weight."""
-    return prune_groups([pieces_of(layers)], [round(SPARSITY * weights_of(layers))], packed=False)[1]
+    """Ours, all of it in one call."""
+    return ours(layers)()
 
 
 def secateur_packed(layers: Layers) -> list[Tensor]:
-    """Ours, exact: a bit a weight."""
-    return prune_groups([pieces_of(layers)], [round(SPARSITY * weights_of(layers))], packed=True)[1]
+    """The same with a bit a weight."""
+    return ours(layers, packed=True)()
 
 
 def unpacked(masks: Sequence[Tensor], layers: Layers) -> list[Tensor]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ def shapes_of(weights: int) -> Iterator[tuple[int, int]]:
 def measure(wanted: int, device: torch.device, speed: float, calls: int) -> dict[str, Any]:
     """Times, memory and correctness at one size."""
     layers = forms.make(list(shapes_of(wanted)), device, torch.bfloat16)
-    update = partial(forms.secateur_packed, layers)
+    update = forms.ours(layers, packed=True)
     taken = samples(update, device, calls)
     scratch = scratch_mib(update, device)
     masks = update()

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +35,17 @@ class Pruned(NamedTuple):
 
 def reason_against(device: torch.device) -> str | None:
     """Why Triton does not serve this device, or None if it does."""
-    if os.environ.get("SECATEUR_KERNELS") == "off":
+    return _reason(device, os.environ.get("SECATEUR_KERNELS") == "off", os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@lru_cache(maxsize=64)
+def _reason(device: torch.device, off: bool, interpreted: bool) -> str | None:
+    if off:
         return "SECATEUR_KERNELS=off"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu":
-        return None if os.environ.get("TRITON_INTERPRET") == "1" else "plain torch serves CPUs"
+        return None if interpreted else "plain torch serves CPUs"
     if device.type != "cuda" or torch.version.hip is not None:
         return f"there are kernels for NVIDIA GPUs only, not for {device.type if device.type != 'cuda' else 'ROCm'}"
     if torch.cuda.get_device_capability(device) < (7, 0):

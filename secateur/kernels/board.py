@@ -15,7 +15,7 @@ DIGIT = 13  # bits of a key that one histogram resolves
 BINS = 1 << DIGIT
 SLOTS = BINS + 2  # the last two count what is below and above the range
 BLOCK = 1024  # collected words or keys per program
-FEW = 1 << 14  # scores equal to the cut that are put in order without another pass
+FEW = 1 << 15  # scores equal to the cut that are put in order without another pass
 ORDERED = 128  # of them per program
 RUN = 16  # neighbours sampled together, and weights in a collected word
 
@@ -42,16 +42,15 @@ class Board:
         self.groups = groups
         shares = [count / max(1, all_) for count, all_ in zip(wanted, living, strict=True)]
         bits = struct.unpack(f"{groups}q", struct.pack(f"{groups}d", *shares))  # so that one message holds all
-        numbers = [*table.numbers, *(WHOLE * groups), *wanted, *bits]
-        sent = to_device(numbers, torch.int64, self.device)
-        table.rows, self.ranges, self.wanted, self.shares = sent.split([len(table.numbers), 4 * groups, groups, groups])
+        sent = to_device([*(WHOLE * groups), *wanted, *bits], torch.int64, self.device)
+        self.ranges, self.wanted, self.shares = sent.split([4 * groups, groups, groups])
         self.shares = self.shares.view(torch.float64)
         sizes = [groups * SLOTS, groups * COUNTERS, groups, pieces, pieces]
         zeros = torch.zeros(sum(sizes), dtype=torch.int64, device=self.device)
         self.counts, self.counters, self.failed, self.spoiled, self.equal = zeros.split(sizes)
         self.told = zeros[sizes[0] : -pieces]  # what the host reads at the end
         self.totals = self.counters  # summed over peers, where there are any
-        self.collect([0] * groups)
+        self.release()
 
     def collect(self, rooms: Sequence[int]) -> None:
         """Make room to collect so many weights of each selection."""
@@ -61,7 +60,12 @@ class Board:
         memory = torch.empty(2 * room + few, dtype=torch.int64, device=self.device)
         self.words, self.positions, self.few = memory.split([room, room, few])
         self.keys = torch.empty(room, dtype=torch.int32, device=self.device)
-        self.inside = self.keys  # of every tile, once ties must be put in order
+
+    def release(self) -> None:
+        """Let go of what was collected: launches so far have it still, since memory is handed on in stream order."""
+        self.words = self.positions = self.few = self.rooms = self.counts
+        self.block_groups = self.keys = self.counters
+        self.inside = self.counters  # of every tile, once ties must be put in order
 
     def failed_in(self, told: Sequence[int]) -> Sequence[int]:
         """Of what the host has read: how each selection failed, 0 if it did not."""

@@ -74,19 +74,19 @@ def plan_for(score: Score) -> Plan | None:
     return Plan(*rule, float(options.get("eps", 0.0)), sixteenths, score.function is bitter8)
 
 
-def fuse(plan: Plan | None, facts: Mapping[str, Any]) -> Fused | None:
+def fuse(plan: Plan, facts: Mapping[str, Any]) -> Fused | None:
     """The score of these facts as kernels take it, or None where it must be evaluated by torch."""
-    if plan is None:
-        return None
     tensors = tuple([facts[name] for name in plan.names])
     spread: tuple[int, int] | None = (1, 1)
     plain = tensors
     if plan.formula == WANDA:
         spread, plain = spread_of(tensors[-1]), tensors[:-1]
-    if spread is None or not all(t.is_contiguous() and t.dtype in FLOATS for t in plain):
+    for tensor in plain:
+        if not tensor.is_contiguous() or tensor.dtype not in FLOATS:
+            return None
+    if spread is None:
         return None
-    scale = correction(facts["beta1"], facts["step"]) if plan.corrected else 1.0
-    return Fused(plan, tensors, scale, spread)
+    return Fused(plan, tensors, correction(facts["beta1"], facts["step"]) if plan.corrected else 1.0, spread)
 
 
 def spread_of(tensor: Tensor) -> tuple[int, int] | None:

@@ -14,48 +14,58 @@ from secateur.kernels import counting, settling, sweeping
 from secateur.kernels.board import BLOCK, FEW, ORDERED, RUN, Board
 from secateur.kernels.table import TILE, Launch, Table
 
-TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.uint8: tl.uint8,
+    torch.int16: tl.int16,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}
 
 
 _COMPILED: dict[Any, Any] = {}
 
 
 def launch(kernel: Any, grid: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int = 8) -> None:
-    """Launch with arguments and, after them, compile-time constants. Integers among the arguments stay below 2^31.
+    """Launch with arguments and, after them, compile-time constants (torch's dtypes among them stand for Triton's).
+    Integers among the arguments stay below 2^31.
 
     Triton spends tens of microseconds on working out which compiled kernel is meant; a mask update is a dozen
     launches in a millisecond. So what it found is remembered, by all that it may depend on here.
     """
     if not grid:
         return
-    if isinstance(kernel, InterpretedFunction):
-        names = kernel.arg_names[len(arguments) :]
-        kernel[(grid,)](*arguments, **dict(zip(names, constants, strict=True)))
-        return
-    aligned = tuple([value.data_ptr() & 15 == 0 for value in arguments if isinstance(value, Tensor)])
+    aligned = tuple([value.data_ptr() & 15 == 0 for value in arguments if value.__class__ is Tensor])
     key = kernel, arguments[0].device, constants, aligned
-    if (found := _COMPILED.get(key)) is not None:
-        found[(grid, 1, 1)](*arguments, *constants)
+    found = _COMPILED.get(key)
+    if found is not None:
+        compiled, meant = found
+        compiled[(grid, 1, 1)](*arguments, *meant)
         return
-    names = kernel.arg_names[len(arguments) :]
+    meant = [TYPES[value] if isinstance(value, torch.dtype) else value for value in constants]
+    named = dict(zip(kernel.arg_names[len(arguments) :], meant, strict=True))
+    if isinstance(kernel, InterpretedFunction):
+        kernel[(grid,)](*arguments, **named)
+        return
     # A product and a sum contracted into one rounding would change the last bit of a score.
-    options = {"num_warps": warps, "enable_fp_fusion": False}
-    _COMPILED[key] = kernel[(grid,)](*arguments, **dict(zip(names, constants, strict=True)), **options)
+    _COMPILED[key] = kernel[(grid,)](*arguments, **named, num_warps=warps, enable_fp_fusion=False), meant
 
 
 def _formula(launch: Launch) -> tuple[Any, ...]:
     plan, types = launch.kind.plan, launch.kind.dtypes
-    return plan.formula, plan.sixteenths, TYPES[types[0]], TYPES[types[1]], TYPES[types[2]]
+    return plan.formula, plan.sixteenths, *types
 
 
-def _tiles(board: Board, of: Launch) -> Tensor:
-    return board.keys if of.tiles is None else of.tiles
+def _tiles(table: Table, of: Launch) -> Tensor:
+    return table.owners if of.tiles is None else of.tiles
 
 
 def survey(table: Table, board: Board, of: Launch, shift: int) -> None:
     runs = -(-of.count * (TILE // RUN) >> shift)
     arguments = (
-        table.rows, table.scales, table.owners, _tiles(board, of), of.first, of.count, shift, of.kind.plan.eps,
+        table.rows, table.scales, table.owners, _tiles(table, of), of.first, of.count, shift, of.kind.plan.eps,
         board.ranges, board.counts,
     )  # fmt: skip
     constants = (*_formula(of), of.kind.alive, of.tiles is not None, shift > 0)
@@ -78,7 +88,7 @@ def narrow(
 
 def sweep(table: Table, board: Board, of: Launch, given: Tensor | None = None, *, careful: bool = False) -> None:
     arguments = (
-        table.rows, table.scales, table.owners, _tiles(board, of), of.first, table.scales if given is None else given,
+        table.rows, table.scales, table.owners, _tiles(table, of), of.first, table.scales if given is None else given,
         of.kind.plan.eps, board.ranges, board.counters, board.rooms, board.words, board.positions, board.keys,
         board.inside, board.spoiled,
     )  # fmt: skip
@@ -130,7 +140,7 @@ def give_up(
     table: Table, board: Board, of: Launch, before: Tensor, quotas: Tensor, given: Tensor | None = None
 ) -> None:
     arguments = (
-        table.rows, table.scales, table.owners, _tiles(board, of), of.first, table.scales if given is None else given,
+        table.rows, table.scales, table.owners, _tiles(table, of), of.first, table.scales if given is None else given,
         of.kind.plan.eps, board.ranges, before, quotas,
     )  # fmt: skip
     how = (of.kind.alive, of.tiles is not None, table.mask_kind, of.kind.aligned)

@@ -116,7 +116,7 @@ class Engine:
             crowded = self.peers.sum((board.table_of("counters")[:, EQUAL] > FEW).long())
             board.failed.copy_(torch.where((board.failed == 0) & (crowded > 0), CROWDED, board.failed))
         self.ops.order(table, board, self.quotas(table, board, board.equal) if self.many else None)
-        board.collect([0] * len(wishes))  # launches so far keep what they use: memory is handed on in stream order
+        board.release()
         return Round(numbers, table, board)
 
     def survey(self, table: Table, board: Board, shift: int) -> None:

@@ -73,6 +73,14 @@ def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return here.to(device, non_blocking=True)
 
 
+class Laid(NamedTuple):
+    """What a table has on the device, for tensors at these addresses: it holds none of them, so it can be kept."""
+
+    rows: Tensor
+    launches: list[Launch]
+    launch_of: list[int]
+
+
 class Table:
     """The pieces of one or more selections (groups), ready for launches on one device."""
 
@@ -82,58 +90,70 @@ class Table:
         self.counted = [not piece.replicated or rank == 0 for piece in pieces]
         self.first, self.owners = layout(tuple([piece.numel for piece in pieces]), TILE, self.device)
         self.tiles = self.first[-1]
-        self.numbers: list[int] = []  # the rows, for the board to send to the device together with its own
-        self.rows = self.owners
         plans: dict[int, Plan | None] = {}
-        members: dict[Any, list[int]] = {}
         scales: list[Any] = []
+        entries = []
         for number, piece in enumerate(pieces):
             fused = None
             if piece.source is not None:
                 score, facts = piece.source
-                if id(score) not in plans:
-                    plans[id(score)] = plan_for(score)
-                fused = fuse(plans[id(score)], facts)
-            key, row = self._describe(number, piece, fused)
-            found = members.setdefault(key, [])
-            found.append(number)
-            scales.append(1.0 if fused is None else fused.scale)
-            self.numbers += row
-            self.numbers.append(len(members) - 1 if len(found) == 1 else self.launch_of(found[0]))
-        self.launches = [self._launch(place, key, found) for place, (key, found) in enumerate(members.items())]
+                plan = plans[id(score)] if id(score) in plans else plans.setdefault(id(score), plan_for(score))
+                fused = None if plan is None else fuse(plan, facts)
+            scales.append(1.0 if fused is None else fused[2])
+            entries.append(self._describe(number, piece, fused))
+        laid = _lay(tuple(entries), self.device)
+        self.rows, self.launches, self._launch_of = laid
         self.scales = _scales(scales, self.device)
 
     def launch_of(self, piece: int) -> int:
         """The number of the launch a piece belongs to."""
-        return self.numbers[piece * COLUMNS + LAUNCH]
+        return self._launch_of[piece]
 
-    def _describe(self, number: int, piece: Piece, fused: Fused | None) -> tuple[tuple[Any, ...], list[int]]:
-        """What this piece has in common with those it shares a launch with (the fields of a Kind, and its own number
-        if it goes alone), and its row but for that launch."""
+    def _describe(self, number: int, piece: Piece, fused: Fused | None) -> Entry:
+        """All that kernels are told of a piece: what it has in common with those it shares a launch with (the fields
+        of a Kind, and its own number if it goes alone), and its row of the table but for that launch."""
         alive, mask = piece.alive, self.masks[number]
-        addresses = [0, 0, 0, 0 if alive is None else alive.data_ptr(), mask.data_ptr(), piece.numel]
-        types, spread, plan, alone = NO_TYPES, (1, 1), GIVEN_PLAN, number
-        if fused is not None:
-            plan, facts, _, spread = fused
-            for place, fact in enumerate(facts):
-                addresses[place] = fact.data_ptr()
-            types, alone = tuple([fact.dtype for fact in facts]), -1
-        together = 0
-        for address in addresses:
-            together |= address
-        key = plan, types, mask_kind(alive), together & 15 == 0, alone
-        return key, [*addresses, self.first[number], self.groups[number], int(self.counted[number]), *spread]
+        address, place = 0 if alive is None else alive.data_ptr(), mask.data_ptr()
+        row = (piece.numel, self.first[number], self.groups[number], self.counted[number])
+        if fused is None:
+            together = (address | place | piece.numel) & 15 == 0
+            return (GIVEN_PLAN, NO_TYPES, mask_kind(alive), together, number), (0, 0, 0, address, place, *row, 1, 1)
+        plan, facts, _, spread = fused
+        found = [fact.data_ptr() for fact in facts]
+        together = (address | place | piece.numel | found[0] | found[-1] | found[len(found) // 2]) & 15 == 0
+        key = plan, tuple([fact.dtype for fact in facts]), mask_kind(alive), together, -1
+        return key, (*found, *(0, 0, 0)[len(found) :], address, place, *row, *spread)
 
-    def _launch(self, place: int, key: Any, members: list[int]) -> Launch:
-        plan, types, alive, aligned, alone = key
-        kind = Kind(plan, (*types, torch.float32, torch.float32)[:3], alive, aligned)
-        piece = None if alone < 0 else alone
-        first, end = self.first[members[0]], self.first[members[-1] + 1]
-        if len(members) == members[-1] + 1 - members[0]:
-            return Launch(kind, place, None, first, end - first, piece)
-        ranges = [torch.arange(self.first[n], self.first[n + 1], device="cpu") for n in members]
-        tiles = to_device(torch.cat(ranges), torch.int32, self.device)
-        return Launch(kind, place, tiles, 0, tiles.numel(), piece)
+
+Entry = tuple[tuple[Any, ...], tuple[int, ...]]
+
+
+@lru_cache(maxsize=8)
+def _lay(entries: tuple[Entry, ...], device: torch.device) -> Laid:
+    """Rows and launches for pieces so described. Masks are updated many times with everything in the same place."""
+    members: dict[Any, list[int]] = {}
+    numbers: list[int] = []
+    launch_of = []
+    places: dict[Any, int] = {}
+    for number, (key, row) in enumerate(entries):
+        members.setdefault(key, []).append(number)
+        launch_of.append(places.setdefault(key, len(places)))
+        numbers += (*row, launch_of[-1])
+    launches = [_launch(place, key, found, entries, device) for place, (key, found) in enumerate(members.items())]
+    return Laid(to_device(numbers, torch.int64, device), launches, launch_of)
+
+
+def _launch(place: int, key: Any, members: list[int], entries: tuple[Entry, ...], device: torch.device) -> Launch:
+    plan, types, alive, aligned, alone = key
+    kind = Kind(plan, (*types, torch.float32, torch.float32)[:3], alive, aligned)
+    piece = None if alone < 0 else alone
+    starts = [entries[number][1][FIRST] for number in members]
+    counts = [-(-entries[number][1][NUMEL] // TILE) for number in members]
+    if len(members) == members[-1] + 1 - members[0]:
+        return Launch(kind, place, None, starts[0], sum(counts), piece)
+    ranges = [torch.arange(s, s + count, device="cpu") for s, count in zip(starts, counts, strict=True)]
+    tiles = to_device(torch.cat(ranges), torch.int32, device)
+    return Launch(kind, place, tiles, 0, tiles.numel(), piece)
 
 
 @lru_cache(maxsize=32)
