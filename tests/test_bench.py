@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +83,16 @@ def test_no_ratio_without_the_right_masks(
 def test_no_ratio_for_packed_masks_that_swap_two_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = forms.secateur_packed
+    right = forms.ours
 
-    def swapped(layers: forms.Layers) -> list[torch.Tensor]:
+    def swapped(layers: forms.Layers, packed: bool = False) -> Callable[[], list[torch.Tensor]]:
         """The count is exact still; only the comparison with the sort can tell."""
-        masks = right(layers)
+        masks = right(layers, packed)()
         place = int((masks[0][1:] != masks[0][:-1]).nonzero()[0])
         masks[0][place : place + 2] = masks[0][place : place + 2].flip(0)
-        return masks
+        return lambda: masks
 
-    monkeypatch.setattr(forms, "secateur_packed", swapped)
+    monkeypatch.setattr(forms, "ours", swapped)
     size = bench("scale", tmp_path)["sizes"][0]
     assert size["pruned"] == round(0.5 * size["weights"])
     assert not size["right"]

@@ -26,11 +26,11 @@ from secateur.shards import ALONE, Peers
 
 
 class Pruned(NamedTuple):
-    """What became of some selections: a cut for each, and for each piece its mask and how many weights that keeps."""
+    """What became of some selections: a cut for each, and for each piece its mask."""
 
     cuts: list[Cut | None]
     masks: list[Tensor]
-    kept: list[int]
+    kept: list[int] | None  # how many weights each mask keeps, where that was found in passing
 
 
 def reason_against(device: torch.device) -> str | None:

@@ -15,15 +15,14 @@ DIGIT = 13  # bits of a key that one histogram resolves
 BINS = 1 << DIGIT
 SLOTS = BINS + 2  # the last two count what is below and above the range
 BLOCK = 1024  # collected words or keys per program
-FEW = 1 << 15  # scores equal to the cut that are put in order without another pass
-ORDERED = 128  # of them per program
+ORDERED = 128  # scores equal to the cut that a program puts in order
 RUN = 16  # neighbours sampled together, and weights in a collected word
 
 LOW, HIGH, SHIFT, RANK = range(4)  # columns of `ranges`: an interval of keys, the bits of its bins, a rank inside it
 BELOW, INSIDE, WORDS, LISTED, OVER, EQUAL = range(6)  # columns of `counters`
 COUNTERS = 8
 
-MISSED, CROWDED = 1, 2  # how a selection fails: its range did not hold the cut, or more than FEW scores equal the cut
+MISSED, CROWDED = 1, 2  # how a selection fails: its range did not hold the cut, or too many scores equal the cut
 
 
 def range_of(low: int, high: int, rank: int = 0) -> tuple[int, int, int, int]:
@@ -52,18 +51,19 @@ class Board:
         self.totals = self.counters  # summed over peers, where there are any
         self.release()
 
-    def collect(self, rooms: Sequence[int]) -> None:
-        """Make room to collect so many weights of each selection."""
+    def collect(self, rooms: Sequence[int], few: int) -> None:
+        """Make room to collect so many weights of each selection, and to order so many that equal its cut."""
         starts, self.block_groups = layout(tuple(rooms), BLOCK, self.device)
         self.rooms = _starts(tuple(starts), self.device)
-        room, few = starts[-1] * BLOCK, self.groups * FEW if starts[-1] else 0
-        memory = torch.empty(2 * room + few, dtype=torch.int64, device=self.device)
-        self.words, self.positions, self.few = memory.split([room, room, few])
+        room, self.few_room = starts[-1] * BLOCK, few
+        memory = torch.empty(2 * room + self.groups * few, dtype=torch.int64, device=self.device)
+        self.words, self.positions, self.few = memory.split([room, room, self.groups * few])
         self.keys = torch.empty(room, dtype=torch.int32, device=self.device)
 
     def release(self) -> None:
         """Let go of what was collected: launches so far have it still, since memory is handed on in stream order."""
         self.words = self.positions = self.few = self.rooms = self.counts
+        self.few_room = 0
         self.block_groups = self.keys = self.counters
         self.inside = self.counters  # of every tile, once ties must be put in order
 

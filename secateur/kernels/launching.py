@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from secateur.kernels import counting, settling, sweeping
-from secateur.kernels.board import BLOCK, FEW, ORDERED, RUN, Board
+from secateur.kernels.board import BLOCK, ORDERED, RUN, Board
 from secateur.kernels.table import TILE, Launch, Table
 
 TYPES = {
@@ -122,17 +122,17 @@ def tally(table: Table, board: Board, peers: bool) -> None:
 def settle(table: Table, board: Board, peers: bool) -> None:
     arguments = (
         table.rows, table.owners, board.block_groups, board.counters, board.failed, board.rooms, board.positions,
-        board.keys, board.ranges, board.few, board.equal,
+        board.keys, board.ranges, board.few, board.few_room, board.equal,
     )  # fmt: skip
     launch(settling._settle, board.block_groups.numel(), arguments, (table.mask_kind, peers))
 
 
 def order(table: Table, board: Board, quotas: Tensor | None) -> None:
     arguments = (
-        table.rows, table.owners, board.counters, board.failed, board.ranges, board.few,
+        table.rows, table.owners, board.counters, board.failed, board.ranges, board.few, board.few_room,
         board.few if quotas is None else quotas,
     )  # fmt: skip
-    programs = board.groups * (FEW // ORDERED)
+    programs = board.groups * (board.few_room // ORDERED)
     launch(settling._order, programs, arguments, (table.mask_kind, quotas is not None), warps=4)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from secateur.bits import as_bool, to_bits
-from secateur.kernels.board import BELOW, CROWDED, DIGIT, EQUAL, FEW, INSIDE, LOW, RANK, RUN, Board, range_of
+from secateur.kernels.board import BELOW, CROWDED, DIGIT, EQUAL, INSIDE, LOW, RANK, RUN, Board, range_of
 from secateur.kernels.table import BITS, BOOL, TILE, Launch, Table, mask_kind, new_masks, to_device
 from secateur.pieces import Piece, Where, count_of, value_of
 from secateur.selection import Cut, narrowed, refuse_nan
@@ -24,8 +24,8 @@ from secateur.shards import Peers
 
 SMALL = 1 << 18  # weights up to which a selection collects them all
 FIRST_LOOK = 1 << 17  # scores sampled to tell the second, larger sample where to look closely
-SHIFT = 6  # one run of 64 is in the second sample: it bounds the cut to within about 32 / sqrt(weights) of them
-SIGMAS = 4.0  # half-width of the bracket, in standard deviations of the sampled rank
+SHIFT = 7  # one run of 128 is in the second sample
+SIGMAS = 3.0  # half-width of the bracket, in standard deviations of the sampled rank: one update in 370 goes slowly
 ROOM = 1 << 22  # scores collected in one batch of selections, 20 bytes each
 BATCH = 32  # selections in one batch
 GIVEN_TILES = 256  # tiles whose scores torch evaluates at a time, for scores without a kernel
@@ -42,7 +42,7 @@ class Wish:
 
 
 def sampling(total: int) -> int:
-    """The shift of the second sample: finer where there is so much that a bracket must not hold a larger share."""
+    """The shift of the second sample: finer where there is so much that the bracket must not hold the usual share."""
     return SHIFT - 1 if total > 1 << 30 else min(SHIFT, max(0, (total // FIRST_LOOK).bit_length() - 1))
 
 
@@ -51,6 +51,12 @@ def room_for(wish: Wish) -> int:
     if wish.total <= SMALL:
         return wish.total
     return min(wish.total, int(1.33 * SIGMAS * (wish.total << sampling(wish.total)) ** 0.5))
+
+
+def few_for(total: int, groups: int) -> int:
+    """How many scores equal to the cut can be put in order without another pass. In bf16 a value is shared by about
+    one weight in 200,000."""
+    return 1 << 12 if groups > 1 else 1 << 17 if total > 1 << 30 else 1 << 15
 
 
 def batches(wishes: Sequence[Wish]) -> Iterator[list[int]]:
@@ -102,7 +108,8 @@ class Engine:
             self.survey(table, board, sampling(smallest))
             self.ops.narrow(board, sigmas=SIGMAS)
         here = [sum(self.pieces[n].numel for n in wish.pieces) for wish in wishes]
-        board.collect([min(room_for(wish), numel) for wish, numel in zip(wishes, here, strict=True)])
+        rooms = [min(room_for(wish), numel) for wish, numel in zip(wishes, here, strict=True)]
+        board.collect(rooms, few_for(largest, len(wishes)))
         self.sweep(table, board)
         if self.many:
             board.totals = self.peers.sum(board.counters)
@@ -113,7 +120,7 @@ class Engine:
             self.ops.narrow(board, collected=True, begin=turn == 0, last=turn == turns - 1)
         self.ops.settle(table, board, self.many)
         if self.many:
-            crowded = self.peers.sum((board.table_of("counters")[:, EQUAL] > FEW).long())
+            crowded = self.peers.sum((board.table_of("counters")[:, EQUAL] > board.few_room).long())
             board.failed.copy_(torch.where((board.failed == 0) & (crowded > 0), CROWDED, board.failed))
         self.ops.order(table, board, self.quotas(table, board, board.equal) if self.many else None)
         board.release()
@@ -239,7 +246,7 @@ def sampled_places(numel: int, shift: int, device: torch.device) -> Iterator[Whe
 
 def prune_groups(
     ops: Any, groups: Sequence[Sequence[Piece]], counts: Sequence[int], peers: Peers, packed: bool
-) -> tuple[list[Cut | None], list[Tensor], list[int]]:
+) -> tuple[list[Cut | None], list[Tensor], list[int] | None]:
     """Selections over pieces that share a device; see secateur.kernels. One look at the device for all of them, unless
     some must go slowly."""
     pieces = [piece for group in groups for piece in group]
@@ -250,7 +257,9 @@ def prune_groups(
     for wish in wishes:
         for number in wish.pieces if wish.wanted == 0 else ():
             keep_all(pieces[number], masks[number])
-    parts = [ops.population(masks), *(part for done in rounds for part in (done.board.told, done.board.ranges))]
+    # Bits are counted in passing; bytes are eight times as many, and not everybody asks.
+    counted = ops.population(masks) if packed else torch.empty(0, dtype=torch.int64, device=masks[0].device)
+    parts = [counted, *(part for done in rounds for part in (done.board.told, done.board.ranges))]
     numbers = iter(torch.cat(parts).tolist())
     kept, *told = [list(islice(numbers, part.numel())) for part in parts]
     read = [[*counted, *ranges] for counted, ranges in zip(told[::2], told[1::2], strict=True)]
@@ -264,6 +273,8 @@ def prune_groups(
         found = engine.finish([wishes[n] for n in done.numbers], done.board, words)
         for number, cut in zip(done.numbers, found, strict=True):
             cuts[number] = cut
+    if not packed:
+        return cuts, masks, None
     return cuts, masks, ops.population(masks).tolist() if slow else kept
 
 

@@ -15,7 +15,6 @@ from secateur.kernels.board import (
     BINS,
     CROWDED,
     EQUAL,
-    FEW,
     INSIDE,
     LISTED,
     LOW,
@@ -221,7 +220,7 @@ def settle(table: Table, board: Board, peers: bool) -> None:
         _drop(table, positions[keys < cut])
         same = positions[keys == cut]
         board.table_of("counters")[group, EQUAL] = same.numel()
-        board.table_of("few")[group, : min(FEW, same.numel())] = same[:FEW]
+        board.table_of("few")[group, : min(board.few_room, same.numel())] = same[: board.few_room]
         board.equal += torch.bincount(table.owners[same // TILE], minlength=len(table.pieces)) if peers else 0
 
 
@@ -235,7 +234,7 @@ def order(table: Table, board: Board, quotas: Tensor | None) -> None:
     """Clear the first of those equal to the cut: as many as its rank says in the group, or each piece's quota."""
     for group in range(board.groups):
         found = int(board.table_of("counters")[group, EQUAL])
-        if found > FEW and not board.failed[group]:
+        if found > board.few_room and not board.failed[group]:
             board.failed[group] = CROWDED
         if board.failed[group]:
             continue

@@ -25,7 +25,6 @@ OVER = tl.constexpr(board.OVER)
 EQUAL = tl.constexpr(board.EQUAL)
 COUNTERS = tl.constexpr(board.COUNTERS)
 BLOCK = tl.constexpr(board.BLOCK)
-FEW = tl.constexpr(board.FEW)
 RUN = tl.constexpr(board.RUN)
 CROWDED = tl.constexpr(board.CROWDED)
 ORDERED = tl.constexpr(board.ORDERED)
@@ -116,9 +115,9 @@ def _tally(rows, owners, block_groups, counters, rooms, positions, keys, ranges,
         _add_to_histogram(tl.load(keys + place, mask=valid, other=0), valid, group, ranges, counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["few_room"])
 def _settle(
-    rows, owners, block_groups, counters, failed, rooms, positions, keys, ranges, few, equal,
+    rows, owners, block_groups, counters, failed, rooms, positions, keys, ranges, few, few_room, equal,
     STORED: tl.constexpr, PEERS: tl.constexpr,
 ):  # fmt: skip
     group, place, valid = _collected(block_groups, counters, rooms, LISTED)
@@ -132,30 +131,30 @@ def _settle(
         if found > 0:
             slot = tl.atomic_add(counters + group * COUNTERS + EQUAL, found.to(tl.int64), sem="relaxed")
             where = slot + tl.cumsum(same.to(tl.int32), 0) - 1
-            tl.store(few + group * FEW + where, position, mask=same & (where < FEW))
+            tl.store(few + group * few_room + where, position, mask=same & (where < few_room))
             if PEERS:
                 owner = tl.load(owners + position // TILE, mask=same, other=0).to(tl.int64)
                 tl.atomic_add(equal + owner, tl.full(owner.shape, 1, tl.int64), mask=same, sem="relaxed")
 
 
-@triton.jit
-def _order(rows, owners, counters, failed, ranges, few, quotas, STORED: tl.constexpr, PEERS: tl.constexpr):
-    group = tl.program_id(0).to(tl.int64) // (FEW // ORDERED)
-    block = tl.program_id(0) % (FEW // ORDERED)
+@triton.jit(do_not_specialize=["few_room"])
+def _order(rows, owners, counters, failed, ranges, few, few_room, quotas, STORED: tl.constexpr, PEERS: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) // (few_room // ORDERED)
+    block = tl.program_id(0) % (few_room // ORDERED)
     found = tl.load(counters + group * COUNTERS + EQUAL)
-    if (found > FEW) & (tl.load(failed + group) == 0):
+    if (found > few_room) & (tl.load(failed + group) == 0):
         tl.store(failed + group, tl.full((), CROWDED, tl.int64))  # by every program alike
     elif (block * ORDERED < found) & (tl.load(failed + group) == 0):
         place = block * ORDERED + tl.arange(0, ORDERED)
         valid = place < found
-        position = tl.load(few + group * FEW + place, mask=valid, other=0)
+        position = tl.load(few + group * few_room + place, mask=valid, other=0)
         owner = tl.load(owners + position // TILE, mask=valid, other=0).to(tl.int64)
         quota = tl.zeros((ORDERED,), tl.int64) + tl.load(ranges + group * 4 + RANK)
         if PEERS:
             quota = tl.load(quotas + owner, mask=valid, other=0)
         earlier = tl.zeros((ORDERED,), tl.int32)
         for other in range(found):
-            rival = tl.load(few + group * FEW + other)
+            rival = tl.load(few + group * few_room + other)
             before = rival < position
             if PEERS:
                 before = before & (tl.load(owners + rival // TILE) == owner)
