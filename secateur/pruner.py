@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from secateur import kernels
 from secateur.bits import pack, packed_bytes, to_bits, unpack
+from secateur.clock import Clock
 from secateur.errors import ScheduleError, SiteError, StateError
 from secateur.facts import Facts, was_skipped
 from secateur.masks import Held, check_saved, checksum
@@ -64,8 +65,7 @@ class Pruner:
         self.schedule = as_schedule(final if sparsity is None else sparsity)
         self.updates: list[Update] = []
         self._model, self._optimizer = model, optimizer
-        # Optimizer steps taken, those this pruner has acted on, and those by which no update is owed.
-        self._completed = self._processed = self._settled = 0
+        self._clock = Clock(every, getattr(self.schedule, "end", None))
         self._reads_moments = any(need.startswith("exp_avg") for need in self.score.needs)
         self._asked = 0.0
         self._survey(skip, only)
@@ -105,7 +105,7 @@ class Pruner:
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if (pruner := this()) is not None and not was_skipped(optimizer):
-                pruner._completed += 1
+                pruner._clock.taken += 1
                 pruner._facts.stepped = True
 
         self._optimizer.register_step_post_hook(after)
@@ -121,24 +121,14 @@ class Pruner:
 
         Does nothing when no optimizer step has been completed since the last call.
         """
-        last, now = self._processed, self._completed
-        if now == last:
+        if self._clock.seen == 0 and self._clock.taken:
+            self._facts.check()  # a score that cannot work here says so at the first step, not at the first update
+        if not self._clock.behind():
             return
-        if last == 0:  # a score that cannot work here says so at the first step, not at the first update
-            self._facts.check()
-        self._processed = now
-        changed = self._is_due(now) and self._update(now)
+        cold = self._reads_moments and getattr(self._optimizer, "cold", False)
+        changed = self._clock.due(held=cold) and self._update(self._clock.taken)
         if changed or not isinstance(self._optimizer, AdamW):  # ours has masked them in its own step
             self.apply()
-
-    def _is_due(self, now: int) -> bool:
-        """Whether an update falls due at this step, or fell due while the moments were too young to rank by."""
-        last, end = self._settled, getattr(self.schedule, "end", None)
-        due = now // self.every > last // self.every or (end is not None and last < end <= now)
-        if due and self._reads_moments and getattr(self._optimizer, "cold", False):
-            return False
-        self._settled = now
-        return due
 
     @torch.no_grad()
     def _update(self, step: int) -> bool:
@@ -221,7 +211,7 @@ class Pruner:
             scope=self.scope,
             pattern=self._pattern.text if self._pattern else None,
             allocation=self.allocation,
-            step=self._processed,
+            step=self._clock.seen,
             asked=self._asked,
             tensors=tuple(rows),
             left_out=tuple((item.name, item.numel, item.reason) for item in self._left_out),
@@ -237,7 +227,7 @@ class Pruner:
         Masks are packed to bits. For sharded parameters the entries are DTensors, sharded alike.
         """
         state = {
-            "steps": torch.tensor([self._completed, self._processed, self._settled], device="cpu"),
+            "steps": torch.tensor(self._clock.saved(), device="cpu"),
             "asked": torch.tensor(self._asked, dtype=torch.float64, device="cpu"),
         }
         for number, site in enumerate(self._sites):
@@ -261,9 +251,9 @@ class Pruner:
             for fact, tensors in self._facts.kept.items():
                 tensors[site.name].copy_(part_of(state[f"{fact}.{site.name}"], site.parameter))
         self._hold(masks)
-        self._completed, self._processed, self._settled = (int(count) for count in local(state["steps"]))
+        self._clock.restore(local(state["steps"]).tolist())
         self._asked = float(local(state["asked"]))
         self._gone = self._count_gone()
         self._churn, self._cuts, self.updates = [0] * len(self._sites), [None] * len(self._sites), []
-        self._facts.stepped = self._completed > 0
+        self._facts.stepped = self._clock.taken > 0
         self.apply()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import secateur as sc
-from secateur.kernels import pipeline, prune_groups
+from secateur.kernels import pipeline, prune_groups, sizing
 from tests import kernel_cases as cases
 
 pytestmark = [
@@ -28,8 +28,8 @@ def ops() -> Any:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "SMALL", 1 << 10)
-    monkeypatch.setattr(pipeline, "FIRST_LOOK", 1 << 9)
+    monkeypatch.setattr(sizing, "SMALL", 1 << 10)
+    monkeypatch.setattr(sizing, "FIRST_LOOK", 1 << 9)
 
 
 PAIRS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]

@@ -17,7 +17,7 @@ from torch import nn
 import secateur as sc
 from secateur import kernels
 from secateur.errors import ScoreError
-from secateur.kernels import pipeline
+from secateur.kernels import pipeline, sizing
 from secateur.patterns import Target, choose
 from secateur.shards import ALONE
 from secateur.tiles import Layout, parse_pattern
@@ -54,9 +54,9 @@ def interpreted() -> Iterator[None]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that happens to large models happens at a few thousand weights."""
-    monkeypatch.setattr(pipeline, "SMALL", 1 << 10)
-    monkeypatch.setattr(pipeline, "FIRST_LOOK", 1 << 9)
-    monkeypatch.setattr(pipeline, "GIVEN_TILES", 1)
+    monkeypatch.setattr(sizing, "SMALL", 1 << 10)
+    monkeypatch.setattr(sizing, "FIRST_LOOK", 1 << 9)
+    monkeypatch.setattr(sizing, "GIVEN_TILES", 1)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_every_dtype_and_kind_of_mask(weight: torch.dtype, state: torch.dtype, o
 def test_heavy_ties_take_the_slow_way(
     alive: str | None, share: float, ops: Any, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "room_for", lambda wish: min(wish.total, 64))
+    monkeypatch.setattr(sizing, "room_for", lambda wish: min(wish.total, 64))
     pieces = cases.pieces_for("bitter7", CPU, alive=alive, change=cases.ties)
     cases.check_selection(ops, pieces, share, packed=alive == "bits")
     assert "give_up" in ops.called
@@ -96,7 +96,7 @@ def test_scores_without_a_kernel_are_handed_over(ops: Any, small: None, monkeypa
     for packed, alive in ((True, "bits"), (False, None)):
         cases.check_selection(ops, cases.pieces_for("bitter5", CPU, alive=alive), 0.6, packed)
         with monkeypatch.context() as patch:
-            patch.setattr(pipeline, "room_for", lambda wish: min(wish.total, 64))
+            patch.setattr(sizing, "room_for", lambda wish: min(wish.total, 64))
             cases.check_selection(ops, cases.pieces_for("bitter5", CPU, alive=alive, change=cases.ties), 0.3, packed)
     assert ops.called.keys() >= {"count", "give_up"}
 
@@ -115,8 +115,8 @@ def test_different_kinds_and_layers_share_a_selection(ops: Any, small: None) -> 
 
 
 def test_a_sample_that_misleads(ops: Any, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "SIGMAS", 0.0)
-    monkeypatch.setattr(pipeline, "room_for", lambda wish: min(wish.total, 64))
+    monkeypatch.setattr(sizing, "SIGMAS", 0.0)
+    monkeypatch.setattr(sizing, "room_for", lambda wish: min(wish.total, 64))
     for seed in range(4):
         torch.manual_seed(seed)
         cases.check_selection(ops, cases.pieces_for("variance", CPU, (9000, 700)), 0.5, packed=seed % 2 == 0)

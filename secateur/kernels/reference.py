@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
 
 from secateur.bits import from_bits, to_bits
 from secateur.kernels.board import (
@@ -26,11 +24,11 @@ from secateur.kernels.board import (
     Board,
     range_of,
 )
-from secateur.kernels.parts import Part
+from secateur.kernels.reference_steps import adamw as adamw
+from secateur.kernels.reference_steps import population as population
+from secateur.kernels.reference_steps import zero as zero
 from secateur.kernels.table import COLUMNS, LAUNCH, TILE, Launch, Table
-from secateur.masks import apply
 from secateur.pieces import DEAD_KEY, keys_of, values_of, without_lowest
-from secateur.shards import like
 
 
 def _alive(table: Table, number: int) -> Tensor:
@@ -268,47 +266,3 @@ def rank(table: Table, board: Board, widths: Sequence[int], gone: Sequence[int])
         board.spoiled[number] += (alive & scores.isnan()).sum()
         keys = keys_of(scores).masked_fill_(~alive, DEAD_KEY)
         _write(table, number, slice(0, piece.numel), without_lowest(keys.view(-1, width), count).flatten())
-
-
-def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
-    """Zero, in place, what the masks (bool in the tensor's shape, or flat bits) say is gone."""
-    whole = [m if m.dtype == torch.bool else from_bits(m, t.numel()) for t, m in zip(tensors, masks, strict=True)]
-    apply(tensors, [mask.view(tensor.shape) for mask, tensor in zip(whole, tensors, strict=True)])
-
-
-def population(masks: Sequence[Tensor]) -> Tensor:
-    """How many weights each mask keeps."""
-    return torch.stack(
-        [mask.sum() if mask.dtype == torch.bool else from_bits(mask, 8 * mask.numel()).sum() for mask in masks]
-    )
-
-
-def adamw(parts: Sequence[Part], group: Mapping[str, Any], soft: Tensor | None = None) -> None:
-    """One step of AdamW for parts of one parameter group, by torch's own function; SPAM before it, masks after it."""
-    hyper, here = parts[0].hyper, [part.here() for part in parts]
-    if soft is not None:
-        for part in here:
-            part.exp_avg.mul_(soft[0].to(part.exp_avg.device))
-            part.exp_avg_sq.mul_(soft[1].to(part.exp_avg.device))
-    gradients = [part.gradient for part in parts]
-    if hyper.theta > 0:
-        clipped = [clip(part.gradient, part.exp_avg_sq, hyper.theta) for part in here]
-        gradients = [like(new, old) for new, old in zip(clipped, gradients, strict=True)]
-    adam(
-        [part.parameter for part in parts], gradients, [part.exp_avg for part in parts],
-        [part.exp_avg_sq for part in parts],
-        [part.max_exp_avg_sq for part in parts if part.max_exp_avg_sq is not None],
-        [part.step for part in parts],
-        foreach=group["foreach"], capturable=group["capturable"], differentiable=group["differentiable"],
-        fused=group["fused"], has_complex=any(part.parameter.is_complex() for part in parts),
-        decoupled_weight_decay=True, amsgrad=hyper.amsgrad, beta1=hyper.beta1, beta2=hyper.beta2, lr=hyper.lr,
-        weight_decay=hyper.weight_decay, eps=hyper.eps, maximize=hyper.maximize,
-    )  # fmt: skip
-    masked = [(tensor, part.mask) for part in here if part.mask is not None for tensor in part.tensors]
-    zero([tensor for tensor, _ in masked], [mask for _, mask in masked])
-
-
-def clip(gradient: Tensor, second: Tensor, theta: float) -> Tensor:
-    """The gradient held to sqrt(theta v); where v is zero nothing is known yet and nothing is clipped."""
-    limit = torch.where(second > 0, (theta * second).sqrt(), torch.inf).to(gradient.dtype)
-    return torch.where(gradient.abs() > limit, limit * gradient.sign(), gradient)
