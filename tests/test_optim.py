@@ -1,0 +1,209 @@
+"""sc.optim.AdamW: torch's own signature, state and numbers, with masks and SPAM inside the step."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import secateur as sc
+from secateur.errors import StateError
+from tests.conftest import Block, train
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    train(model, optimizer, count)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_the_signature_is_torchs_and_one_more() -> None:
+    theirs, ours = (inspect.signature(kind.__init__).parameters for kind in (torch.optim.AdamW, sc.optim.AdamW))
+    assert list(ours) == [*theirs, "spam"]
+    assert all(ours[name].default == parameter.default for name, parameter in theirs.items())
+    assert all(ours[name].kind == parameter.kind for name, parameter in theirs.items())
+    assert issubclass(sc.optim.AdamW, torch.optim.AdamW)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"amsgrad": True}, {"maximize": True}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"lr": 0.1}],
+    ids=str,
+)
+def test_dense_steps_are_torchs_to_the_bit(settings: dict[str, Any]) -> None:
+    models = [Block(), Block()]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, kind in zip(models, (torch.optim.AdamW, sc.optim.AdamW), strict=True):
+        groups = [{"params": [p]} for p in model.parameters()]
+        groups[0]["weight_decay"] = 0.3
+        steps(model, kind(groups, **settings), 4)
+    assert same(*models)
+
+
+def test_states_interchange_both_ways() -> None:
+    for first, second in ((torch.optim.AdamW, sc.optim.AdamW), (sc.optim.AdamW, torch.optim.AdamW)):
+        for settings in ({}, {"amsgrad": True}, {"fused": True}):
+            begun = Block()
+            optimizer = first(begun.parameters(), lr=1e-2, **settings)
+            steps(begun, optimizer, 3)
+            other = copy.deepcopy(begun)
+            loaded = second(other.parameters(), lr=1e-2, **settings)
+            loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            assert optimizer.state_dict()["state"].keys() == loaded.state_dict()["state"].keys()
+            assert optimizer.state_dict()["state"][0].keys() == loaded.state_dict()["state"][0].keys()
+            steps(begun, optimizer, 3, seed=1)
+            steps(other, loaded, 3, seed=1)
+            assert same(begun, other)
+
+
+def test_masks_hold_weights_and_moments_at_zero() -> None:
+    model, dense = Block(), Block()
+    dense.load_state_dict(model.state_dict())
+    optimizer = sc.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+    masks = {model.up.weight: torch.rand_like(model.up.weight) < 0.5}
+    optimizer.set_masks(masks)
+    steps(model, optimizer, 1)
+    steps(dense, torch.optim.AdamW(dense.parameters(), lr=1e-2, amsgrad=True), 1)
+    mask = masks[model.up.weight]
+    assert torch.equal(model.up.weight, torch.where(mask, dense.up.weight, 0.0))
+    assert torch.equal(model.down.weight, dense.down.weight)
+    steps(model, optimizer, 3)
+    for tensor in (model.up.weight, *(optimizer.state[model.up.weight][k] for k in ("exp_avg", "exp_avg_sq"))):
+        assert bool((tensor[~mask] == 0).all())
+        assert bool((tensor[mask] != 0).any())
+    optimizer.set_masks({})
+    steps(model, optimizer, 1)
+    assert bool((model.up.weight[~mask] != 0).any())
+
+
+def test_masks_that_do_not_fit_are_refused() -> None:
+    model = Block()
+    optimizer = sc.optim.AdamW(model.parameters())
+    for parameter, mask in (
+        (model.up.weight, torch.ones(3, 3, dtype=torch.bool)),
+        (model.up.weight, torch.ones_like(model.up.weight)),
+        (nn.Parameter(torch.ones(2)), torch.ones(2, dtype=torch.bool)),
+    ):
+        with pytest.raises(StateError, match="set_masks takes bool masks in the shape of parameters of this optimizer"):
+            optimizer.set_masks({parameter: mask})
+
+
+def test_a_closure_and_a_grad_scaler_are_served() -> None:
+    models = [Block(), Block()]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, kind in zip(models, (torch.optim.AdamW, sc.optim.AdamW), strict=True):
+        optimizer = kind(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            tokens = torch.arange(12).view(2, 6) % 10
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            optimizer.zero_grad()
+            scaler.scale(loss * (torch.inf if step == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+
+        def closure(model: nn.Module = model) -> torch.Tensor:
+            loss = model(torch.arange(10)).square().mean()
+            loss.backward()
+            return loss
+
+        assert float(optimizer.step(closure).detach()) > 0
+        assert float(optimizer.state[model.up.weight]["step"]) == 4
+    assert same(*models)
+
+
+def test_spam_clips_starts_over_and_leaves_the_rate_alone() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = sc.optim.AdamW([weight], lr=0.1, weight_decay=0.0, spam=sc.optim.Spam(theta=5000.0, every=6, warmup=2))
+    for step in range(15):
+        weight.grad = torch.full((4,), 1.0)
+        if step == 4:
+            weight.grad[0] = 1e6
+        before = weight.detach().clone()
+        second = optimizer.state[weight]["exp_avg_sq"].clone() if step else torch.zeros(4)
+        optimizer.step()
+        state, moved = optimizer.state[weight], (before - weight.detach()).abs()
+        assert float(weight.grad[1]) == 1.0
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        if step == 4:  # held to sqrt(5000 v)
+            expected = 0.999 * second[0] + 0.001 * 5000 * second[0]
+            assert float(state["exp_avg_sq"][0]) == pytest.approx(float(expected), rel=1e-5)
+        if step in (6, 12):  # both moments, and the correction of their bias, begin again
+            assert float(state["step"]) == 1
+            assert float(state["exp_avg"][1]) == pytest.approx(0.1)
+            assert float(moved[1]) == pytest.approx(0.1 * 0.25, rel=1e-3)  # (1 - cos(pi / 3)) / 2
+        if step == 7:
+            assert float(moved[1]) == pytest.approx(0.1 * 0.75, rel=1e-3)
+        if step in (5, 8, 11):
+            assert float(moved[1]) == pytest.approx(0.1, rel=1e-2)
+    assert optimizer.taken == 15
+
+
+@pytest.mark.parametrize("spam", ["paper", "seeds", sc.optim.Spam(theta=1.0, every=4, warmup=2, spike=2.0)], ids=str)
+def test_a_run_with_spam_resumes_to_the_bit(spam: Any) -> None:
+    through, model = Block(), Block()
+    model.load_state_dict(through.state_dict())
+    whole = sc.optim.AdamW(through.parameters(), lr=1e-2, spam=spam)
+    steps(through, whole, 7)
+    steps(through, whole, 8, seed=1)
+    half = sc.optim.AdamW(model.parameters(), lr=1e-2, spam=spam)
+    steps(model, half, 7)
+    again = sc.optim.AdamW(model.parameters(), lr=1e-2, spam=spam)
+    again.load_state_dict(copy.deepcopy(half.state_dict()))
+    steps(model, again, 8, seed=1)
+    assert same(through, model)
+
+
+def test_a_pruner_gives_its_masks_and_need_not_mask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [Block(), Block()]
+    models[1].load_state_dict(models[0].state_dict())
+    found = []
+    for model, kind in zip(models, (torch.optim.AdamW, sc.optim.AdamW), strict=True):
+        optimizer = kind(model.parameters(), lr=1e-2)
+        pruner = sc.Pruner(model, optimizer, score="bitter7", sparsity=sc.linear(0.6, begin=0, end=8), every=4)
+        calls: list[int] = []
+        real = pruner.apply
+        monkeypatch.setattr(pruner, "apply", lambda real=real, calls=calls: calls.append(1) or real())
+        torch.manual_seed(0)
+        train(model, optimizer, 12, pruner.step)
+        found.append((pruner, len(calls)))
+        for name, mask in pruner.masks.items():
+            assert bool((model.get_parameter(name)[~mask] == 0).all())
+    assert same(*models)
+    assert [calls for _, calls in found] == [12, 2]  # at every step from outside; with ours, when masks change
+    saved = found[1][0].state_dict()
+    fresh = Block()
+    optimizer = sc.optim.AdamW(fresh.parameters())
+    sc.Pruner(fresh, optimizer, score="bitter7", sparsity=0.6).load_state_dict(saved)
+    steps(fresh, optimizer, 2)
+    assert all(bool((fresh.get_parameter(n)[~m] == 0).all()) for n, m in found[1][0].masks.items())
+
+
+@pytest.mark.parametrize(("score", "updates"), [("bitter7", [3, 6, 9, 15, 18]), ("magnitude", [3, 6, 9, 12, 15, 18])])
+def test_no_update_ranks_by_moments_that_have_just_been_reset(score: str, updates: list[int]) -> None:
+    model = Block()
+    optimizer = sc.optim.AdamW(model.parameters(), lr=1e-3, spam=sc.optim.Spam(theta=0, every=10, warmup=4))
+    pruner = sc.Pruner(model, optimizer, score=score, sparsity=sc.linear(0.5, begin=0, end=20), every=3)
+    seen: list[int] = []
+
+    def after() -> None:
+        pruner.step()
+        if len(pruner.updates) > len(seen):
+            seen.append(pruner.updates[-1].step)
+            if score == "bitter7":
+                second = optimizer.state[model.up.weight]["exp_avg_sq"]
+                assert float((second[pruner.masks["up.weight"]] > 0).float().mean()) > 0.9
+
+    train(model, optimizer, 19, after)
+    assert seen == updates  # bitter7's twelfth falls into the four steps after the reset, and is made up for at 15
+    train(model, optimizer, 6, after)
+    assert seen[-1] == 20  # where the schedule ends, just before the next reset
+    assert pruner.report().pruned == round(0.5 * pruner.report().prunable)
