@@ -109,7 +109,9 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "settings", SETTINGS, ids=lambda found: "-".join(str(v) for v in found.values() if isinstance(v, str))
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_pruner_with_and_without_kernels(
     settings: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -76,13 +77,19 @@ def versions() -> dict[str, str]:
     return found
 
 
+def measured_by(options: argparse.Namespace) -> str:
+    """The command as it was given, but for the folder: where a number was written says nothing about it."""
+    given = options.invocation
+    return given.replace(f" --out {shlex.quote(str(options.out))}", "") if options.out else given
+
+
 def save(theme: str, data: dict[str, Any], options: argparse.Namespace, device: torch.device) -> Path:
     """Write <theme>_<hardware>_<date>.json, whole or not at all."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     record = {
         "theme": theme,
         "date": today,
-        "command": options.invocation,
+        "command": measured_by(options),
         "commit": commit(),
         "hardware": hardware(device),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
