@@ -137,6 +137,13 @@ def test_nan_is_refused_and_named(layers: bool, ops: Any, small: None) -> None:
         pipeline.prune_groups(ops, groups, [100] * len(groups), ALONE, True)
 
 
+def test_empty_tensors_among_others(ops: Any, small: None) -> None:
+    cases.check_selection(ops, cases.pieces_for("bitter7", CPU, (0, 3000, 0)), 0.5, packed=True)
+    cases.check_selection(ops, cases.pieces_for("bitter5", CPU, (0, 3000, 0)), 0.5, packed=False)
+    assert sc.select({"a": torch.ones(0, 4), "b": torch.arange(8.0).view(2, 4)}, 0.5)["b"].sum() == 4
+    assert sc.select({"a": torch.ones(0, 4)}, 0.5, scope="row")["a"].shape == (0, 4)
+
+
 def test_one_look_at_the_device(ops: Any, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
     for name in ("tolist", "item", "nonzero", "cpu"):

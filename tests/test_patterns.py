@@ -225,3 +225,8 @@ def test_another_default_device_changes_nothing() -> None:
         sc.select(scores, None, pattern="2:4")
         sc.select(scores, 0.5, scope="row")
     assert all(torch.equal(found[name], expected[name]) for name in scores)
+
+
+def test_nothing_to_select_from_is_no_error() -> None:
+    assert sc.select({}, 0.5) == {}
+    assert sc.select({"empty": torch.ones(0, 4)}, 0.5)["empty"].shape == (0, 4)

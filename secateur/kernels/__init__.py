@@ -150,8 +150,9 @@ def population(masks: Sequence[Tensor]) -> list[int]:
 
 
 def _served(pieces: Sequence[Piece]) -> bool:
-    devices = {piece.device for piece in pieces}
-    return len(devices) == 1 and reason_against(devices.pop()) is None
+    if not pieces or reason_against(pieces[0].device) is not None:
+        return False
+    return all(piece.device == pieces[0].device for piece in pieces)
 
 
 def _bools(piece: Piece) -> Tensor | None:

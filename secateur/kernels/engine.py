@@ -175,7 +175,7 @@ def alive_at(piece: Piece, where: Where) -> Tensor:
 def sampled_places(numel: int, shift: int, device: torch.device) -> Iterator[Where]:
     """Runs of neighbours spread over a tensor, one of every `1 << shift`, some tiles' worth at a time."""
     size = sizing.GIVEN_TILES * TILE
-    if shift == 0:
+    if shift == 0 or numel <= RUN:
         yield from (slice(start, min(start + size, numel)) for start in range(0, numel, size))
         return
     runs = max(1, numel // (RUN << shift))

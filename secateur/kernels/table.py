@@ -156,7 +156,7 @@ def _launch(place: int, key: Any, members: list[int], entries: tuple[Entry, ...]
     return Launch(kind, place, tiles, 0, tiles.numel(), piece)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def layout(sizes: tuple[int, ...], tile: int, device: torch.device) -> tuple[list[int], Tensor]:
     """First tile of each tensor, and which tensor each tile is of (int32). The same every time, so it is kept."""
     counts = [-(-size // tile) for size in sizes]
