@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _use_grad_for_differentiable
 
 from secateur import kernels
 from secateur.bits import to_bits
@@ -25,8 +26,8 @@ class AdamW(torch.optim.AdamW):
 
     `spam` is None, "paper", "seeds" or a `Spam`. A state_dict loads into torch's AdamW and the other way round. Masks
     come from a Pruner, or by hand through `set_masks`. On NVIDIA GPUs one Triton kernel does it all, which agrees with
-    torch's fused step to 2 units in the last place of each operand (docs/kernels.md); elsewhere, and with
-    foreach=True, capturable or differentiable, torch's own step runs and the rest follows it.
+    torch's fused step to 4 units in the last place (docs/kernels.md); elsewhere, and with foreach=True, capturable or
+    differentiable, torch's own step runs and the rest follows it.
     """
 
     def __init__(
@@ -54,23 +55,38 @@ class AdamW(torch.optim.AdamW):
         # A GradScaler then unscales and skips by itself, before it calls step(): both ways of stepping see the same.
         self._step_supports_amp_scaling = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        held = [[self._masks.get(id(p)) for p in group["params"]] for group in self.param_groups]
+        return {**super().__getstate__(), "spam": self.spam, "held": held}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        held = state.pop("held", None)
         super().__setstate__(state)
         self.__dict__.setdefault("spam", None)
         self.__dict__.setdefault("_masks", {})
+        self._step_supports_amp_scaling = False
+        for group, masks in zip(self.param_groups, held or [], strict=False):
+            found = zip(group["params"], masks, strict=True)
+            self._masks |= {id(parameter): mask for parameter, mask in found if mask is not None}
 
-    def set_masks(self, masks: Mapping[Tensor, Tensor]) -> None:
+    def holds(self, masks: Mapping[Tensor, Tensor]) -> bool:
+        """Whether each of these parameters is held to this very mask."""
+        return all(self._masks.get(id(parameter)) is mask for parameter, mask in masks.items())
+
+    def set_masks(self, masks: Mapping[Tensor, Tensor], *, others: bool = False) -> None:
         """Hold these parameters to these masks (True = kept) from the next step on; an empty mapping lets all go.
 
+        With `others`, parameters that are not named stay held to what they were.
         A mask is bool in the shape of what this process holds of its parameter (packed here where kernels serve), or
         flat bits as a Pruner keeps them.
         """
         known = {id(p) for group in self.param_groups for p in group["params"]}
-        held: dict[int, Tensor] = {}
+        held: dict[int, Tensor] = dict(self._masks) if others else {}
         for parameter, mask in masks.items():
             part = local(parameter.detach())
-            flat = mask.dtype == torch.uint8 and mask.numel() * 8 >= part.numel()
-            if id(parameter) not in known or not (flat or (mask.dtype == torch.bool and mask.shape == part.shape)):
+            flat = mask.dtype == torch.uint8 and mask.shape == (-(-part.numel() // 32) * 4,)
+            whole = mask.dtype == torch.bool and mask.shape == part.shape
+            if id(parameter) not in known or not (flat or whole) or mask.device != part.device:
                 raise StateError(
                     f"set_masks takes bool masks in the shape of parameters of this optimizer; got a"
                     f" {mask.dtype} mask of shape {tuple(mask.shape)} for a parameter of shape {tuple(part.shape)}."
@@ -89,7 +105,7 @@ class AdamW(torch.optim.AdamW):
         """Whether SPAM reset the moments so recently that nothing should be ranked by them."""
         return self.spam is not None and is_cold(self.spam, self.taken)
 
-    @torch.no_grad()
+    @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Pruned weights and their state are zero after it."""
         loss = None
@@ -125,6 +141,14 @@ class AdamW(torch.optim.AdamW):
             kernels.adamw(fast, soft)
         if slow:
             reference.adamw(slow, group, soft)
+        self._keep_zero([p for p in group["params"] if p.grad is None and id(p) in self._masks])
+
+    def _keep_zero(self, idle: list[Tensor]) -> None:
+        """Without a gradient there is no step, but a mask holds all the same."""
+        kept = [(t, self._masks[id(p)]) for p in idle for t in (p.detach(), *self.state.get(p, {}).values())]
+        kept = [(local(t), mask) for t, mask in kept if isinstance(t, Tensor) and t.ndim]
+        if kept:
+            kernels.zero([t for t, _ in kept], [mask for _, mask in kept])
 
     def _step_on(self, parameter: Tensor, device: torch.device) -> Tensor:
         """The parameter's step count, moved for good if it is on another device: only after loading a state."""

@@ -127,8 +127,8 @@ class Pruner:
             return
         cold = self._reads_moments and getattr(self._optimizer, "cold", False)
         changed = self._clock.due(held=cold) and self._update(self._clock.taken)
-        if changed or not isinstance(self._optimizer, AdamW):  # ours has masked them in its own step
-            self.apply()
+        if changed or not (isinstance(self._optimizer, AdamW) and self._optimizer.holds(self._by_parameter())):
+            self.apply()  # unless an optimizer of ours has done so in its own step
 
     @torch.no_grad()
     def _update(self, step: int) -> bool:
@@ -157,8 +157,10 @@ class Pruner:
         """Take these masks, and give them to an optimizer that knows what to do with them."""
         self._held.take(masks, kept)
         if isinstance(self._optimizer, AdamW):
-            parameters = [site.parameter for site in self._sites]
-            self._optimizer.set_masks(dict(zip(parameters, self._held.masks, strict=True)))
+            self._optimizer.set_masks(self._by_parameter(), others=True)
+
+    def _by_parameter(self) -> dict[Tensor, Tensor]:
+        return {site.parameter: mask for site, mask in zip(self._sites, self._held.masks, strict=True)}
 
     def _count_gone(self) -> list[int]:
         """What the masks remove from each site, over all processes; a tensor every process holds counts once."""

@@ -2,8 +2,9 @@
 
 A score's argument names say which facts it reads (as pytest's fixtures do), its defaults are options, higher is
 kept. Facts arrive as flat fp32 tensors whatever the storage dtype, a chunk at a time, so a score may not mix
-elements. Every built-in uses only operations that IEEE 754 rounds one way (+ * / sqrt abs, no pow or exp): the same
-weight gets the same bits in any chunk, on any rank, and masks can be compared with `torch.equal`.
+elements. Every built-in uses only + * / sqrt and abs, no pow or exp: the same weight gets the same bits in any chunk
+and on any rank, and masks can be compared with `torch.equal`. (Between a CPU and a GPU a score may differ in its last
+bit: torch's square root on CPUs is not always rounded correctly.)
 """
 
 from __future__ import annotations

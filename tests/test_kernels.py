@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ import secateur as sc
 from secateur import kernels
 from secateur.errors import ScoreError
 from secateur.kernels import pipeline, sizing
+from secateur.kernels.fusing import plan_for
+from secateur.kernels.parts import Hyper, Part
 from secateur.patterns import Target, choose
+from secateur.registry import resolve
 from secateur.shards import ALONE
 from secateur.tiles import Layout, parse_pattern
 from tests import kernel_cases as cases
 
 CPU = torch.device("cpu")
+HYPER = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -210,6 +215,40 @@ def test_the_zeroing_kernel() -> None:
     from secateur.kernels import stepping
 
     cases.check_zero(stepping, CPU)
+
+
+def test_a_step_by_kernel_counts_and_warns_as_torchs_does() -> None:
+    weight, empty = nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(0, 4))
+    optimizer = sc.optim.AdamW([weight, empty], lr=0.1)
+    weight.grad, empty.grad = torch.ones(64), torch.ones(0, 4)
+    before = (weight * weight.detach().clone().requires_grad_()).sum()
+    optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in (weight, empty)] == [1.0, 1.0]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        before.backward()
+    # A second moment kept in another type is not for the kernel, which takes one type for all state.
+    memory = torch.full((128,), 7.0, dtype=torch.bfloat16)
+    optimizer.state[weight]["exp_avg_sq"] = memory[:64].fill_(1e-3)
+    group = optimizer.param_groups[0]
+    part = Part(
+        weight, weight.grad, optimizer.state[weight]["exp_avg"], memory[:64], None, torch.tensor(1.0), None, HYPER
+    )
+    assert not kernels.takes(part, group)
+    assert kernels.takes(replace(part, exp_avg_sq=torch.ones(64)), group)
+
+
+@pytest.mark.parametrize("score", ["variance", "fisher", "bitter6", "bitter7(eps=0.0)"])
+def test_smallest_numbers_are_not_lost_by_quick_roots(score: str) -> None:
+    plan = plan_for(resolve(score))
+    assert plan is not None
+    assert not plan.rough  # quick roots take numbers below 1e-38 for zero
+
+
+@pytest.mark.parametrize("score", ["magnitude", "wanda", "bitter0", "bitter3", "bitter7", "bitter8"])
+def test_other_scores_take_quick_roots_first(score: str) -> None:
+    plan = plan_for(resolve(score))
+    assert plan is not None
+    assert plan.rough
 
 
 def test_a_pruner_on_kernels_equals_one_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Kernels: exact selection, ranking and masking on whatever device the tensors are. The only place that asks which.
 
-Triton serves CUDA devices; plain torch serves all others, and these too with SECATEUR_KERNELS=off. Both give the same
-masks. Where TRITON_INTERPRET=1 is set, Triton's interpreter serves the CPU, which is how the kernels are tested.
+Triton serves CUDA devices; plain torch serves all others, and these too with SECATEUR_KERNELS=off. On one device both
+give the same masks. Where TRITON_INTERPRET=1 is set, Triton's interpreter serves the CPU: so the kernels are tested.
 """
 
 from __future__ import annotations
@@ -105,18 +105,25 @@ def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """Zero, in place, what the masks say is gone: each bool in its tensor's shape, or flat bits."""
     from secateur.kernels import reference
 
-    plain = [
-        not (serves(t, m) and t.is_contiguous() and m.is_contiguous()) for t, m in zip(tensors, masks, strict=True)
-    ]
-    chosen = [number for number, slow in enumerate(plain) if slow]
-    if chosen:
-        reference.zero([tensors[n] for n in chosen], [masks[n] for n in chosen])
-    fast = [number for number, slow in enumerate(plain) if not slow]
-    if fast:
+    slow: list[tuple[Tensor, Tensor]] = []
+    fast: list[tuple[Tensor, Tensor]] = []
+    for tensor, mask in zip(tensors, masks, strict=True):
+        flat = serves(tensor, mask) and tensor.is_contiguous() and mask.is_contiguous()
+        (fast if flat else slow).append((tensor, mask))
+    if slow:
+        reference.zero([tensor for tensor, _ in slow], [mask for _, mask in slow])
+    for device in dict.fromkeys(tensor.device for tensor, _ in fast):
         from secateur.kernels import stepping
 
-        with on(tensors[fast[0]].device):
-            stepping.zero([tensors[n] for n in fast], [masks[n] for n in fast])
+        mine = [(tensor, mask) for tensor, mask in fast if tensor.device == device]
+        with on(device):
+            stepping.zero([tensor for tensor, _ in mine], [mask for _, mask in mine])
+        written([tensor for tensor, _ in mine])
+
+
+def written(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd that kernels wrote here: a backward pass that needs the old values must fail, not be wrong."""
+    torch.autograd.graph.increment_version(tensors)
 
 
 def takes(part: Part, group: Mapping[str, Any]) -> bool:
@@ -126,15 +133,19 @@ def takes(part: Part, group: Mapping[str, Any]) -> bool:
         return False
     tensors = [*part.tensors, part.gradient, *([] if part.mask is None else [part.mask])]
     floats = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (*part.tensors, part.gradient))
-    return floats and serves(*tensors) and all(tensor.is_contiguous() for tensor in tensors)
+    alike = len({t.dtype for t in part.tensors[1:]}) == 1 and len({t.shape for t in part.tensors}) == 1
+    return floats and alike and serves(*tensors) and all(tensor.is_contiguous() for tensor in tensors)
 
 
 def adamw(parts: Sequence[Part], soft: Tensor | None) -> None:
     """One step of AdamW by kernel, masks and SPAM inside, for parts that it takes."""
     from secateur.kernels import stepping
 
-    with on(parts[0].parameter.device):
-        stepping.adamw(parts, soft)
+    for device in dict.fromkeys(part.parameter.device for part in parts):
+        mine = [part for part in parts if part.parameter.device == device]
+        with on(device):
+            stepping.adamw(mine, None if soft is None else soft.to(device))
+        written([tensor for part in mine for tensor in part.tensors])
 
 
 def population(masks: Sequence[Tensor]) -> list[int]:

@@ -39,6 +39,12 @@ class Plan(NamedTuple):
     sixteenths: int = 0
     corrected: bool = False  # the first moment is scaled by Adam's bias correction
 
+    @property
+    def rough(self) -> bool:
+        """Whether quick roots may be taken first. They take numbers below 1e-38 for zero, which an eps makes up for;
+        without one (or with a root over a quotient) such a number's root would be lost."""
+        return self.formula != BITTER6 and (self.eps >= 1e-20 or self.formula in (MAGNITUDE, WANDA))
+
 
 _RULES: dict[Callable[..., Tensor], tuple[int, tuple[str, ...]]] = {
     magnitude: (MAGNITUDE, ("weight",)),

@@ -19,6 +19,7 @@ TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.uint8: tl.uint8,
+    torch.int8: tl.int8,
     torch.int16: tl.int16,
     torch.int32: tl.int32,
     torch.int64: tl.int64,
@@ -97,7 +98,7 @@ def sweep(table: Table, board: Board, of: Launch, given: Tensor | None = None, *
         of.tiles is not None,
         table.mask_kind,
         of.kind.aligned,
-        given is None and not careful,
+        of.kind.plan.rough and not careful,
         careful,
     )
     launch(sweeping._sweep, of.count, arguments, (*_formula(of), *how), warps=4)

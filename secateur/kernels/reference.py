@@ -137,7 +137,7 @@ def sweep(table: Table, board: Board, launch: Launch, given: Tensor | None = Non
     for tile, number, where in _tiles(table, launch):
         group, scores, alive = table.groups[number], table.pieces[number].score(where), _alive(table, number)[where]
         low, high = values_of(board.table_of("ranges")[group, :2])
-        if not careful and given is None:  # a kernel takes quick roots there, so what is near the range is inside
+        if launch.kind.plan.rough and not careful:  # a kernel takes quick roots, so what is near the range is inside
             low, high = low - margin(low), high + margin(high)
         kept = alive & ~(scores < low)
         middle = kept & ~(scores > high)

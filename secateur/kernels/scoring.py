@@ -1,7 +1,8 @@
 """Scores in registers: the fused twins of secateur.scores, equal to them bit for bit.
 
 Square roots and quotients are those IEEE 754 asks for, and launches forbid the compiler to contract a product and a
-sum, so a weight gets the same score here, in torch, and on any other device.
+sum, so a weight gets the same score here and from torch on the GPU. (On CPUs torch's own square root is not always
+rounded correctly: docs/LOG.md.)
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ NUMEL: tl.constexpr = tl.constexpr(6)
 FIRST: tl.constexpr = tl.constexpr(7)
 NUMBERS: tl.constexpr = tl.constexpr(10)  # per tensor, see _numbers
 
-BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+BIT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit
@@ -152,8 +152,8 @@ def population(masks: Sequence[Tensor]) -> Tensor:
 
 def adamw(parts: Sequence[Part], soft: Tensor | None = None) -> None:
     """One step of AdamW for all parts, masks and SPAM's clipping inside. `soft` holds factors for both moments."""
+    torch._foreach_add_([part.step for part in parts], 1)  # of empty shards too: every rank must count alike
     parts = [part for part in parts if part.parameter.numel()]
-    torch._foreach_add_([part.step for part in parts], 1)
 
     def kind(part: Part) -> tuple[Any, ...]:
         types = part.parameter.dtype, part.gradient.dtype, part.exp_avg.dtype
