@@ -6,6 +6,7 @@ by hand to the same numbers on every rank and in every run, so that weights agre
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,9 @@ def main() -> None:
     if not single:
         dist.barrier()
         dist.destroy_process_group()
+        # All is saved. Leaving the interpreter the usual way, torch's own threads sometimes abort the process.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,9 @@ def main() -> None:
             for name, mask in one.masks.items():
                 assert torch.equal(whole(many.masks[name]), mask), (settings, ties, name)
             assert many.sparsity == one.sparsity
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # as tests/distributed_worker.py does
 
 
 @torch.no_grad()
