@@ -5,27 +5,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from secateur.kernels import board, table
+from secateur.kernels.constants import (
+    BELOW,
+    BINS,
+    BLOCK,
+    COLUMNS,
+    COUNTED,
+    COUNTERS,
+    DIGIT,
+    FIRST,
+    GROUP,
+    HIGH,
+    LOW,
+    NUMEL,
+    OVER,
+    RANK,
+    RUN,
+    SHIFT,
+    SLOTS,
+    TILE,
+)
 from secateur.kernels.scoring import alive_at, key_of, score_at
-
-TILE = tl.constexpr(table.TILE)
-COLUMNS = tl.constexpr(table.COLUMNS)
-NUMEL = tl.constexpr(table.NUMEL)
-FIRST = tl.constexpr(table.FIRST)
-GROUP = tl.constexpr(table.GROUP)
-COUNTED = tl.constexpr(table.COUNTED)
-LOW = tl.constexpr(board.LOW)
-HIGH = tl.constexpr(board.HIGH)
-SHIFT = tl.constexpr(board.SHIFT)
-RANK = tl.constexpr(board.RANK)
-BELOW = tl.constexpr(board.BELOW)
-OVER = tl.constexpr(board.OVER)
-COUNTERS = tl.constexpr(board.COUNTERS)
-DIGIT = tl.constexpr(board.DIGIT)
-BINS = tl.constexpr(board.BINS)
-SLOTS = tl.constexpr(board.SLOTS)
-BLOCK = tl.constexpr(board.BLOCK)
-RUN = tl.constexpr(board.RUN)
 
 
 @triton.jit

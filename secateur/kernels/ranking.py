@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from secateur.kernels.board import Board
+from secateur.kernels.constants import BITS, COLUMNS, MASK, NUMEL, RUN
 from secateur.kernels.launching import _formula, launch
-from secateur.kernels.scoring import BITS, alive_at, key_of, score_at
-from secateur.kernels.sweeping import COLUMNS, MASK, NUMEL, RUN
+from secateur.kernels.scoring import alive_at, key_of, score_at
 from secateur.kernels.table import Table, layout, to_device
 from secateur.pieces import DEAD_KEY as DEAD
 

@@ -10,24 +10,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from secateur.kernels import fusing, table
-
-GIVEN = tl.constexpr(fusing.GIVEN)
-MAGNITUDE = tl.constexpr(fusing.MAGNITUDE)
-VARIANCE = tl.constexpr(fusing.VARIANCE)
-MOMENTUM = tl.constexpr(fusing.MOMENTUM)
-BITTER0 = tl.constexpr(fusing.BITTER0)
-BITTER6 = tl.constexpr(fusing.BITTER6)
-WANDA = tl.constexpr(fusing.WANDA)
-
-FACT0 = tl.constexpr(table.FACT0)
-FACT1 = tl.constexpr(table.FACT1)
-FACT2 = tl.constexpr(table.FACT2)
-ALIVE = tl.constexpr(table.ALIVE)
-DIVISOR = tl.constexpr(table.DIVISOR)
-MODULUS = tl.constexpr(table.MODULUS)
-BOOL = tl.constexpr(table.BOOL)
-BITS = tl.constexpr(table.BITS)
+from secateur.kernels.constants import (
+    ALIVE,
+    BITS,
+    BITTER0,
+    BITTER6,
+    BOOL,
+    DIVISOR,
+    FACT0,
+    FACT1,
+    FACT2,
+    GIVEN,
+    MODULUS,
+    MOMENTUM,
+    VARIANCE,
+    WANDA,
+)
 
 
 @triton.jit

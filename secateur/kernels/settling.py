@@ -5,29 +5,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from secateur.kernels import board, table
+from secateur.kernels.constants import (
+    BELOW,
+    BITS,
+    BLOCK,
+    COLUMNS,
+    COUNTED,
+    COUNTERS,
+    CROWDED,
+    EQUAL,
+    FIRST,
+    HIGH,
+    LAUNCH,
+    LISTED,
+    LOW,
+    MASK,
+    ORDERED,
+    OVER,
+    RANK,
+    RUN,
+    TILE,
+    WORDS,
+)
 from secateur.kernels.counting import _add_to_histogram
-from secateur.kernels.scoring import BITS, key_of, score_at
-
-TILE = tl.constexpr(table.TILE)
-COLUMNS = tl.constexpr(table.COLUMNS)
-MASK = tl.constexpr(table.MASK)
-FIRST = tl.constexpr(table.FIRST)
-COUNTED = tl.constexpr(table.COUNTED)
-LAUNCH = tl.constexpr(table.LAUNCH)
-LOW = tl.constexpr(board.LOW)
-HIGH = tl.constexpr(board.HIGH)
-RANK = tl.constexpr(board.RANK)
-BELOW = tl.constexpr(board.BELOW)
-WORDS = tl.constexpr(board.WORDS)
-LISTED = tl.constexpr(board.LISTED)
-OVER = tl.constexpr(board.OVER)
-EQUAL = tl.constexpr(board.EQUAL)
-COUNTERS = tl.constexpr(board.COUNTERS)
-BLOCK = tl.constexpr(board.BLOCK)
-RUN = tl.constexpr(board.RUN)
-CROWDED = tl.constexpr(board.CROWDED)
-ORDERED = tl.constexpr(board.ORDERED)
+from secateur.kernels.scoring import key_of, score_at
 
 
 @triton.jit

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from secateur.kernels.constants import BITS, BOOL
 from secateur.kernels.launching import launch
 from secateur.kernels.parts import Part
-from secateur.kernels.scoring import BITS, BOOL, bit_at, read
+from secateur.kernels.scoring import bit_at, read
 from secateur.kernels.table import layout, mask_kind, to_device
 
 TILE = 2048

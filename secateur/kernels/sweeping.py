@@ -5,25 +5,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from secateur.kernels import board, table
-from secateur.kernels.scoring import ALIVE, BITS, BOOL, GIVEN, alive_at, key_of, read, roughly, score_at, value_of
-
-TILE = tl.constexpr(table.TILE)
-COLUMNS = tl.constexpr(table.COLUMNS)
-MASK = tl.constexpr(table.MASK)
-NUMEL = tl.constexpr(table.NUMEL)
-FIRST = tl.constexpr(table.FIRST)
-GROUP = tl.constexpr(table.GROUP)
-COUNTED = tl.constexpr(table.COUNTED)
-LOW = tl.constexpr(board.LOW)
-HIGH = tl.constexpr(board.HIGH)
-BELOW = tl.constexpr(board.BELOW)
-INSIDE = tl.constexpr(board.INSIDE)
-WORDS = tl.constexpr(board.WORDS)
-LISTED = tl.constexpr(board.LISTED)
-OVER = tl.constexpr(board.OVER)
-COUNTERS = tl.constexpr(board.COUNTERS)
-RUN = tl.constexpr(board.RUN)
+from secateur.kernels.constants import (
+    ALIVE,
+    BELOW,
+    BITS,
+    BOOL,
+    COLUMNS,
+    COUNTED,
+    COUNTERS,
+    FIRST,
+    GIVEN,
+    GROUP,
+    HIGH,
+    INSIDE,
+    LISTED,
+    LOW,
+    MASK,
+    NUMEL,
+    OVER,
+    RUN,
+    TILE,
+    WORDS,
+)
+from secateur.kernels.scoring import alive_at, key_of, read, roughly, score_at, value_of
 
 
 @triton.jit
@@ -84,6 +88,29 @@ def _tile(rows, owners, tiles, first, LISTS: tl.constexpr, ALIGNED: tl.constexpr
     return tile, owner, row, start, left
 
 
+@triton.jit
+def _list(count, tile, lane, middle, found, score, begin, room, positions, keys):
+    """Collect positions and keys of single weights, whose scores nobody could compute again. True if room ran out."""
+    slot = tl.atomic_add(count + LISTED, found.to(tl.int64), sem="relaxed")
+    where = begin + slot + tl.cumsum(middle.to(tl.int32), 0) - 1
+    fits = middle & (where < begin + room)
+    tl.store(positions + where, tile * TILE + lane, mask=fits)
+    tl.store(keys + where, key_of(score), mask=fits)
+    return slot + found > room
+
+
+@triton.jit
+def _note(count, tile, inside, begin, room, words):
+    """Collect words of sixteen weights of which some are inside: a sixteenth of the work. True if room ran out."""
+    some = (inside != 0).to(tl.int32)
+    wanted = tl.sum(some)
+    slot = tl.atomic_add(count + WORDS, wanted.to(tl.int64), sem="relaxed")
+    where = begin + slot + tl.cumsum(some, 0) - 1
+    word = ((tile * (TILE // RUN) + tl.arange(0, TILE // RUN)) << 16) | inside
+    tl.store(words + where, word, mask=(inside != 0) & (where < begin + room))
+    return slot + wanted > room
+
+
 @triton.jit(do_not_specialize=["first"])
 def _sweep(
     rows, scales, owners, tiles, first, given, eps, ranges, counters, rooms, words, positions, keys, inside_of, spoiled,
@@ -131,21 +158,11 @@ def _sweep(
         begin = tl.load(rooms + group)
         room = tl.load(rooms + group + 1) - begin
         if FORMULA == GIVEN:
-            slot = tl.atomic_add(count + LISTED, found.to(tl.int64), sem="relaxed")
             middle = ((score < low) == 0) & ((score > high) == 0) & alive_at(row, start, lane, valid, KIND, ALIGNED)
-            where = begin + slot + tl.cumsum(middle.to(tl.int32), 0) - 1
-            fits = middle & (where < begin + room)
-            tl.store(positions + where, tile * TILE + lane, mask=fits)
-            tl.store(keys + where, key_of(score), mask=fits)
-            wanted = found
+            over = _list(count, tile, lane, middle, found, score, begin, room, positions, keys)
         else:
-            some = (inside != 0).to(tl.int32)
-            wanted = tl.sum(some)
-            slot = tl.atomic_add(count + WORDS, wanted.to(tl.int64), sem="relaxed")
-            where = begin + slot + tl.cumsum(some, 0) - 1
-            word = ((tile * (TILE // RUN) + tl.arange(0, TILE // RUN)) << 16) | inside
-            tl.store(words + where, word, mask=(inside != 0) & (where < begin + room))
-        if slot + wanted > room:
+            over = _note(count, tile, inside, begin, room, words)
+        if over:
             tl.store(count + OVER, tl.full((), 1, tl.int64))
 
 
