@@ -39,10 +39,8 @@ class Board:
     def __init__(self, table: Table, wanted: Sequence[int], living: Sequence[int]) -> None:
         groups, pieces, self.device = len(wanted), len(table.pieces), table.device
         self.groups = groups
-        shares = [count / max(1, all_) for count, all_ in zip(wanted, living, strict=True)]
-        bits = struct.unpack(f"{groups}q", struct.pack(f"{groups}d", *shares))  # so that one message holds all
-        sent = to_device([*(WHOLE * groups), *wanted, *bits], torch.int64, self.device)
-        self.ranges, self.wanted, self.shares = sent.split([4 * groups, groups, groups])
+        begun = _begun(tuple(wanted), tuple(living), self.device).clone()
+        self.ranges, self.wanted, self.shares = begun.split([4 * groups, groups, groups])
         self.shares = self.shares.view(torch.float64)
         sizes = [groups * SLOTS, groups * COUNTERS, groups, pieces, pieces]
         zeros = torch.zeros(sum(sizes), dtype=torch.int64, device=self.device)
@@ -80,6 +78,15 @@ class Board:
         """`ranges` or `counters`, a row per selection."""
         flat: torch.Tensor = getattr(self, name)
         return flat.view(self.groups, -1)
+
+
+@lru_cache(maxsize=32)
+def _begun(wanted: tuple[int, ...], living: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """What selections know at first: ranges, counts wanted, and these as shares (as bits, so that one message holds
+    all). Kept, since to copy it on the device is quicker than to send it again; masks are mostly updated alike."""
+    shares = [count / max(1, all_) for count, all_ in zip(wanted, living, strict=True)]
+    bits = struct.unpack(f"{len(shares)}q", struct.pack(f"{len(shares)}d", *shares))
+    return to_device([*(WHOLE * len(wanted)), *wanted, *bits], torch.int64, device)
 
 
 @lru_cache(maxsize=32)

@@ -101,8 +101,7 @@ class Table:
                 fused = None if plan is None else fuse(plan, facts)
             scales.append(1.0 if fused is None else fused[2])
             entries.append(self._describe(number, piece, fused))
-        laid = _lay(tuple(entries), self.device)
-        self.rows, self.launches, self._launch_of = laid
+        self.rows, self.launches, self._launch_of = _lay(tuple(entries), self.device)
         self.scales = _scales(scales, self.device)
 
     def launch_of(self, piece: int) -> int:
@@ -112,17 +111,17 @@ class Table:
     def _describe(self, number: int, piece: Piece, fused: Fused | None) -> Entry:
         """All that kernels are told of a piece: what it has in common with those it shares a launch with (the fields
         of a Kind, and its own number if it goes alone), and its row of the table but for that launch."""
-        alive, mask = piece.alive, self.masks[number]
-        address, place = 0 if alive is None else alive.data_ptr(), mask.data_ptr()
-        row = (piece.numel, self.first[number], self.groups[number], self.counted[number])
+        alive, numel, place = piece.alive, piece.numel, self.masks[number].data_ptr()
+        address = 0 if alive is None else alive.data_ptr()
+        row = (address, place, numel, self.first[number], self.groups[number], self.counted[number])
         if fused is None:
-            together = (address | place | piece.numel) & 15 == 0
-            return (GIVEN_PLAN, NO_TYPES, mask_kind(alive), together, number), (0, 0, 0, address, place, *row, 1, 1)
+            aligned = (address | place | numel) & 15 == 0
+            return (GIVEN_PLAN, NO_TYPES, mask_kind(alive), aligned, number), (0, 0, 0, *row, 1, 1)
         plan, facts, _, spread = fused
         found = [fact.data_ptr() for fact in facts]
-        together = (address | place | piece.numel | found[0] | found[-1] | found[len(found) // 2]) & 15 == 0
-        key = plan, tuple([fact.dtype for fact in facts]), mask_kind(alive), together, -1
-        return key, (*found, *(0, 0, 0)[len(found) :], address, place, *row, *spread)
+        aligned = (address | place | numel | found[0] | found[-1] | found[len(found) // 2]) & 15 == 0
+        key = plan, tuple([fact.dtype for fact in facts]), mask_kind(alive), aligned, -1
+        return key, (*found, *(0, 0, 0)[len(found) :], *row, *spread)
 
 
 Entry = tuple[tuple[Any, ...], tuple[int, ...]]
