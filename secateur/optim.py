@@ -48,6 +48,7 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         self.spam = as_spam(spam)
         self._masks: dict[int, Tensor] = {}
+        self._ready: dict[int, tuple[Any, Any, Any]] = {}  # of each group: where all was, and the step so prepared
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,
             capturable=capturable, differentiable=differentiable, fused=fused,
@@ -64,6 +65,7 @@ class AdamW(torch.optim.AdamW):
         super().__setstate__(state)
         self.__dict__.setdefault("spam", None)
         self.__dict__.setdefault("_masks", {})
+        self._ready = {}
         self._step_supports_amp_scaling = False
         for group, masks in zip(self.param_groups, held or [], strict=False):
             found = zip(group["params"], masks, strict=True)
@@ -126,22 +128,36 @@ class AdamW(torch.optim.AdamW):
     def _step_group(self, group: dict[str, Any], soft: Tensor | None) -> None:
         lists: list[list[Any]] = [[] for _ in range(6)]
         self._init_group(group, *lists)
-        largest = lists[4] or [None] * len(lists[0])
         hyper = self._hyper(group)
+        places = _places(lists, group, hyper)
+        known, masks, ready = self._ready.get(id(group), (None, None, []))
+        if places is not None and known == places and masks is self._masks:
+            kernels.take_adamw(ready, lists[1], hyper, soft)
+        else:
+            self._ready.pop(id(group), None)
+            ready = self._step_anew(group, lists, hyper, soft)
+            if ready is not None and places is not None:
+                self._ready[id(group)] = places, self._masks, ready
+        self._keep_zero([p for p in group["params"] if p.grad is None and id(p) in self._masks])
+
+    def _step_anew(self, group: dict[str, Any], lists: list[list[Any]], hyper: Hyper, soft: Tensor | None) -> Any:
+        """A step of which nothing was known; by kernels or by torch, each parameter for itself. What is to be kept
+        for the next step, if all went by kernels."""
+        largest = lists[4] or [None] * len(lists[0])
         fast, slow = [], []
         for p, g, m, v, top, _ in zip(*lists[:4], largest, lists[5], strict=True):
-            part = Part(p, g, m, v, top, self.state[p]["step"], self._masks.get(id(p)), hyper)
+            part = Part(p, g, m, v, top, self.state[p]["step"], self._masks.get(id(p)))
             here = part.here()
             if kernels.takes(here, group):
                 fast.append(replace(here, step=self._step_on(p, torch.device("cpu"))))
             else:
                 wanted = here.parameter.device if group["fused"] or group["capturable"] else torch.device("cpu")
                 slow.append(replace(part, step=self._step_on(p, wanted)))
-        if fast:
-            kernels.adamw(fast, soft)
+        ready = kernels.prepare_adamw(fast, hyper)
+        kernels.take_adamw(ready, [part.gradient for part in fast], hyper, soft)
         if slow:
-            reference.adamw(slow, group, soft)
-        self._keep_zero([p for p in group["params"] if p.grad is None and id(p) in self._masks])
+            reference.adamw(slow, hyper, group, soft)
+        return None if slow else ready
 
     def _keep_zero(self, idle: list[Tensor]) -> None:
         """Without a gradient there is no step, but a mask holds all the same."""
@@ -187,3 +203,19 @@ class AdamW(torch.optim.AdamW):
             fresh = torch.zeros(HISTORY, device=norm.device)
             norms = self.param_groups[0]["spam_norms"] = fresh if norms is None else norms.to(norm.device)
         return soften(self.spam, norms, norm.float(), self.taken)
+
+
+def _places(lists: list[list[Any]], group: Mapping[str, Any], hyper: Hyper) -> tuple[Any, ...] | None:
+    """All that a prepared step depends on: which tensors, where they are (but for gradients, which move) and of what
+    kind. None where a tensor is only partly here. A prepared step holds its tensors, so an id stands for one alone."""
+    parameters, gradients, first, second, largest, steps = lists
+    if any(type(g) is not Tensor for g in gradients):
+        return None
+    settings = group["foreach"], group["capturable"], group["differentiable"], type(group["lr"])
+    return (
+        *settings, hyper.amsgrad, hyper.theta > 0,
+        [(id(p), p.data_ptr(), p.dtype, p.is_contiguous()) for p in parameters],
+        [(g.data_ptr() & 15 == 0, g.dtype, g.is_contiguous(), g.device) for g in gradients],
+        [(id(t), t.data_ptr()) for t in (*first, *second, *largest)],
+        [id(t) for t in steps],
+    )  # fmt: skip

@@ -85,6 +85,7 @@ def extremes(values: dict[str, Tensor]) -> None:
     places = torch.randint(0, values["weight"].numel(), (8,))
     values["weight"][places] = torch.tensor([0.0, -0.0, 1e-38, -1e-40, 3e38, torch.inf, -torch.inf, 1e-45])
     values["exp_avg_sq"][places.flip(0)] = torch.tensor([0.0, 1e-38, 1e-42, 3e38, 0.0, 0.0, 1e-12, 1.0])
+    values["exp_avg_sq"][values["weight"].isinf()] = 0.5  # infinity times zero would not be a number
 
 
 class Lockstep:
@@ -162,7 +163,6 @@ def parts_for(
             largest,
             torch.tensor(9.0),
             None if mask is None else to_bits(kept) if mask == "bits" else kept,
-            hyper,
         )
 
 
@@ -185,8 +185,8 @@ def check_adamw(kernels: Any, device: torch.device, case: dict[str, Any]) -> Non
     theirs = list(parts_for(device, case["parameter"], case["state"], case["mask"], hyper))
     theirs = [replace(part, step=part.step.to(device)) for part in theirs] if fused else theirs
     gradients = [part.gradient.clone() for part in mine]
-    kernels.adamw(mine, soft)
-    reference.adamw(theirs, {**GROUP, "fused": fused}, soft)
+    kernels.adamw(mine, hyper, soft)
+    reference.adamw(theirs, hyper, {**GROUP, "fused": fused}, soft)
     for a, b, gradient in zip(mine, theirs, gradients, strict=True):
         assert float(a.step) == float(b.step) == 10
         assert torch.equal(a.gradient, gradient), "the user's gradient was written to"

@@ -57,13 +57,13 @@ def test_millions_of_weights(dtype: torch.dtype, packed: bool, ops: Any) -> None
 
 def test_every_kernel_and_its_twin_on_the_gpu(small: None) -> None:
     """All kernels but the rough sweep, whose words depend on how quick the device's roots are."""
-    from secateur.kernels import stepping
+    from secateur.kernels import stepping, steps
 
     for mask in (None, "bits", "bool"):
         for parameter, state in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
             for amsgrad, theta, soft in ((False, 0.0, False), (True, 0.5, True)):
                 case = {"parameter": parameter, "state": state, "mask": mask, "maximize": amsgrad}
-                cases.check_adamw(stepping, GPU, {**case, "amsgrad": amsgrad, "theta": theta, "soft": soft})
+                cases.check_adamw(steps, GPU, {**case, "amsgrad": amsgrad, "theta": theta, "soft": soft})
     cases.check_zero(stepping, GPU)
 
 

@@ -20,7 +20,7 @@ from secateur import kernels
 from secateur.errors import ScoreError
 from secateur.kernels import pipeline, sizing
 from secateur.kernels.fusing import plan_for
-from secateur.kernels.parts import Hyper, Part
+from secateur.kernels.parts import Part
 from secateur.patterns import Target, choose
 from secateur.registry import resolve
 from secateur.shards import ALONE
@@ -28,7 +28,6 @@ from secateur.tiles import Layout, parse_pattern
 from tests import kernel_cases as cases
 
 CPU = torch.device("cpu")
-HYPER = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -204,11 +203,11 @@ def test_the_ranking_kernel_and_its_twin() -> None:
 @pytest.mark.parametrize(("amsgrad", "maximize"), [(False, False), (True, True)])
 @pytest.mark.parametrize(("theta", "soft"), [(0.0, False), (0.5, True)])
 def test_the_adamw_kernel(mask: str | None, amsgrad: bool, maximize: bool, theta: float, soft: bool) -> None:
-    from secateur.kernels import stepping
+    from secateur.kernels import steps
 
     for parameter, state in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
         case = {"parameter": parameter, "state": state, "mask": mask, "amsgrad": amsgrad, "maximize": maximize}
-        cases.check_adamw(stepping, CPU, {**case, "theta": theta, "soft": soft})
+        cases.check_adamw(steps, CPU, {**case, "theta": theta, "soft": soft})
 
 
 def test_the_zeroing_kernel() -> None:
@@ -230,11 +229,51 @@ def test_a_step_by_kernel_counts_and_warns_as_torchs_does() -> None:
     memory = torch.full((128,), 7.0, dtype=torch.bfloat16)
     optimizer.state[weight]["exp_avg_sq"] = memory[:64].fill_(1e-3)
     group = optimizer.param_groups[0]
-    part = Part(
-        weight, weight.grad, optimizer.state[weight]["exp_avg"], memory[:64], None, torch.tensor(1.0), None, HYPER
-    )
+    part = Part(weight, weight.grad, optimizer.state[weight]["exp_avg"], memory[:64], None, torch.tensor(1.0), None)
     assert not kernels.takes(part, group)
     assert kernels.takes(replace(part, exp_avg_sq=torch.ones(64)), group)
+
+
+def test_a_prepared_step_is_dropped_when_anything_it_rests_on_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one optimizer, prepared once, and of one that prepares each: the same whatever happens in between."""
+    prepared: list[int] = []
+    real = kernels.prepare_adamw
+    monkeypatch.setattr(kernels, "prepare_adamw", lambda *given: prepared.append(1) or real(*given))
+
+    def run(forget: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        weights = [nn.Parameter(torch.randn(3, 16)), nn.Parameter(torch.randn(32))]
+        optimizer = sc.optim.AdamW([{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}], lr=0.1)
+        mask = torch.arange(48).view(3, 16) % 3 > 0
+        kept = [torch.randn(50) for _ in range(8)]  # gradients come back elsewhere, some at odd addresses
+
+        def change_data() -> None:
+            weights[0].data = weights[0].data.clone() * 2
+
+        changes: list[Any] = [
+            lambda: None,
+            lambda: None,
+            lambda: optimizer.set_masks({weights[0]: mask}),
+            lambda: optimizer.load_state_dict(optimizer.state_dict()),
+            change_data,
+            lambda: optimizer.param_groups[0].update(lr=0.01),
+            lambda: optimizer.param_groups[0].update(foreach=True),
+            lambda: optimizer.param_groups[0].update(foreach=None),
+        ]
+        for change, memory in zip(changes, kept, strict=True):
+            change()
+            weights[0].grad, weights[1].grad = memory[:48].view(3, 16), memory[1:33]
+            if forget:
+                optimizer._ready.clear()
+            optimizer.step()
+        return [*(w.detach() for w in weights), *(optimizer.state[w]["exp_avg_sq"] for w in weights)]
+
+    expected = run(forget=True)
+    assert len(prepared) == 16
+    prepared.clear()
+    assert all(torch.equal(a, b) for a, b in zip(run(forget=False), expected, strict=True))
+    # At first; for the mask; for the loaded state; and of the first group alone: new data, foreach on and off.
+    assert len(prepared) == 2 + 2 + 2 + 3
 
 
 @pytest.mark.parametrize("score", ["variance", "fisher", "bitter6", "bitter7(eps=0.0)"])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from secateur import selection
 from secateur.bits import as_bool, from_bits, to_bits
-from secateur.kernels.parts import Part
+from secateur.kernels.parts import Hyper, Part
 from secateur.pieces import Piece, count_of
 from secateur.selection import Cut, refuse_nan
 from secateur.shards import ALONE, Peers
@@ -137,15 +137,26 @@ def takes(part: Part, group: Mapping[str, Any]) -> bool:
     return floats and alike and serves(*tensors) and all(tensor.is_contiguous() for tensor in tensors)
 
 
-def adamw(parts: Sequence[Part], soft: Tensor | None) -> None:
-    """One step of AdamW by kernel, masks and SPAM inside, for parts that it takes."""
-    from secateur.kernels import stepping
+def prepare_adamw(parts: Sequence[Part], hyper: Hyper) -> list[Any]:
+    """Steps of AdamW by kernel, for parts that it takes: one for each device, to be taken again and again."""
+    from secateur.kernels import steps
 
+    ready = []
     for device in dict.fromkeys(part.parameter.device for part in parts):
-        mine = [part for part in parts if part.parameter.device == device]
         with on(device):
-            stepping.adamw(mine, None if soft is None else soft.to(device))
-        written([tensor for part in mine for tensor in part.tensors])
+            members = [number for number, part in enumerate(parts) if part.parameter.device == device]
+            ready.append(steps.prepare(parts, members, hyper))
+    return ready
+
+
+def take_adamw(ready: Sequence[Any], gradients: Sequence[Tensor], hyper: Hyper, soft: Tensor | None) -> None:
+    """One step of AdamW by kernel, masks and SPAM inside."""
+    from secateur.kernels import steps
+
+    for one in ready:
+        with on(one.device):
+            steps.take(one, gradients, hyper, None if soft is None else soft.to(one.device))
+        written(one.written)
 
 
 def population(masks: Sequence[Tensor]) -> list[int]:

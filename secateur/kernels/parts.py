@@ -26,7 +26,7 @@ class Hyper:
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter as this process holds it, its gradient and state, the mask it is held to, and its settings."""
+    """A parameter as this process holds it, its gradient and state, and the mask it is held to."""
 
     parameter: Tensor
     gradient: Tensor
@@ -35,7 +35,6 @@ class Part:
     max_exp_avg_sq: Tensor | None
     step: Tensor  # how many steps were taken; kernels want it on the host
     mask: Tensor | None  # bool in the parameter's shape, or flat bits
-    hyper: Hyper
 
     def here(self) -> Part:
         """The same with only what this process holds of every tensor."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from secateur.bits import from_bits
-from secateur.kernels.parts import Part
+from secateur.kernels.parts import Hyper, Part
 from secateur.masks import apply
 from secateur.shards import like
 
@@ -28,9 +28,9 @@ def population(masks: Sequence[Tensor]) -> Tensor:
     )
 
 
-def adamw(parts: Sequence[Part], group: Mapping[str, Any], soft: Tensor | None = None) -> None:
+def adamw(parts: Sequence[Part], hyper: Hyper, group: Mapping[str, Any], soft: Tensor | None = None) -> None:
     """One step of AdamW for parts of one parameter group, by torch's own function; SPAM before it, masks after it."""
-    hyper, here = parts[0].hyper, [part.here() for part in parts]
+    here = [part.here() for part in parts]
     if soft is not None:
         for part in here:
             part.exp_avg.mul_(soft[0].to(part.exp_avg.device))

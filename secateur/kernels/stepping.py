@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -13,7 +11,6 @@ from torch import Tensor
 
 from secateur.kernels.constants import BITS, BOOL
 from secateur.kernels.launching import launch
-from secateur.kernels.parts import Part
 from secateur.kernels.scoring import bit_at, read
 from secateur.kernels.table import layout, mask_kind, to_device
 
@@ -23,7 +20,7 @@ COLUMNS: tl.constexpr = tl.constexpr(8)  # per tensor: up to five addresses, tha
 MASK: tl.constexpr = tl.constexpr(5)
 NUMEL: tl.constexpr = tl.constexpr(6)
 FIRST: tl.constexpr = tl.constexpr(7)
-NUMBERS: tl.constexpr = tl.constexpr(10)  # per tensor, see _numbers
+NUMBERS: tl.constexpr = tl.constexpr(10)  # per tensor, see steps.numbers
 
 BIT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -116,29 +113,37 @@ def _adamw(
         _write(tl.load(row + 4), start, lane, largest, valid, STATE, ALIGNED)
 
 
-def _aligned(tensors: Sequence[Tensor | None]) -> bool:
+def aligned(tensors: Sequence[Tensor | None]) -> bool:
     return all(t is None or (t.data_ptr() % 16 == 0) for t in tensors) and tensors[0].numel() % 16 == 0  # type: ignore[union-attr]
 
 
-def _table(rows: Sequence[Sequence[Tensor | None]], masks: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+def address_rows(
+    tensors: Sequence[Sequence[Tensor | None]], masks: Sequence[Tensor | None]
+) -> tuple[list[list[int]], Tensor]:
     """Rows for tensors that go together (up to five addresses each), and the owners of their tiles."""
-    leading = [row[0] for row in rows]
-    device = leading[0].device  # type: ignore[union-attr]
-    first, owners = layout(tuple(t.numel() for t in leading), TILE, device)  # type: ignore[union-attr]
-    table = []
-    for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
-        addresses = [*(0 if t is None else t.data_ptr() for t in row), 0, 0, 0, 0][:5]
-        table.append([*addresses, 0 if mask is None else mask.data_ptr(), row[0].numel(), first[number]])  # type: ignore[union-attr]
-    return to_device(table, torch.int64, device), owners
+    leading = [found[0] for found in tensors]
+    sizes = tuple([t.numel() for t in leading if t is not None])
+    first, owners = layout(sizes, TILE, leading[0].device)  # type: ignore[union-attr]
+    rows = []
+    for number, (found, mask) in enumerate(zip(tensors, masks, strict=True)):
+        addresses = [*(0 if t is None else t.data_ptr() for t in found), 0, 0, 0, 0][:5]
+        rows.append([*addresses, 0 if mask is None else mask.data_ptr(), sizes[number], first[number]])
+    return rows, owners
+
+
+def address_table(tensors: Sequence[Sequence[Tensor | None]], masks: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """The same with the rows on the device."""
+    rows, owners = address_rows(tensors, masks)
+    return to_device(rows, torch.int64, owners.device), owners
 
 
 def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """Zero, in place, what the masks say is gone: contiguous tensors, masks bool or flat bits."""
-    kinds = [(t.element_size(), mask_kind(m), _aligned((t, m))) for t, m in zip(tensors, masks, strict=True)]
+    kinds = [(t.element_size(), mask_kind(m), aligned((t, m))) for t, m in zip(tensors, masks, strict=True)]
     for kind in dict.fromkeys(kinds):
         members = [number for number, found in enumerate(kinds) if found == kind and tensors[number].numel()]
         if members:
-            rows, owners = _table([[tensors[n]] for n in members], [masks[n] for n in members])
+            rows, owners = address_table([[tensors[n]] for n in members], [masks[n] for n in members])
             launch(_zero, owners.numel(), (rows, owners), (BIT_TYPES[kind[0]], kind[1], kind[2]))
 
 
@@ -146,52 +151,6 @@ def population(masks: Sequence[Tensor]) -> Tensor:
     """How many weights each mask keeps, bool or bits; on the device."""
     counts = torch.zeros(len(masks), dtype=torch.int64, device=masks[0].device)
     words = all(mask.nbytes % 4 == 0 and mask.data_ptr() % 4 == 0 for mask in masks)
-    rows, owners = _table([[mask.view(torch.int32) if words else mask] for mask in masks], [None] * len(masks))
+    rows, owners = address_table([[mask.view(torch.int32) if words else mask] for mask in masks], [None] * len(masks))
     launch(_population, owners.numel(), (rows, owners, counts), (torch.int32 if words else torch.uint8,))
     return counts
-
-
-def adamw(parts: Sequence[Part], soft: Tensor | None = None) -> None:
-    """One step of AdamW for all parts, masks and SPAM's clipping inside. `soft` holds factors for both moments."""
-    torch._foreach_add_([part.step for part in parts], 1)  # of empty shards too: every rank must count alike
-    parts = [part for part in parts if part.parameter.numel()]
-
-    def kind(part: Part) -> tuple[Any, ...]:
-        types = part.parameter.dtype, part.gradient.dtype, part.exp_avg.dtype
-        aligned = _aligned((*part.tensors, part.gradient, part.mask))
-        return (*types, mask_kind(part.mask), part.hyper.amsgrad, part.hyper.theta > 0, aligned)
-
-    kinds = [kind(part) for part in parts]
-    for wanted in dict.fromkeys(kinds):
-        _launch([part for part, found in zip(parts, kinds, strict=True) if found == wanted], wanted, soft)
-
-
-def _launch(parts: Sequence[Part], kind: tuple[Any, ...], soft: Tensor | None) -> None:
-    rows, owners = _table(
-        [[p.parameter, p.gradient, p.exp_avg, p.exp_avg_sq, p.max_exp_avg_sq] for p in parts], [p.mask for p in parts]
-    )
-    numbers = to_device([_numbers(part) for part in parts], torch.float32, rows.device)
-    parameter, gradient, state, masked, amsgrad, clipped, aligned = kind
-    constants = parameter, gradient, state, masked, amsgrad, clipped, soft is not None, aligned
-    launch(_adamw, owners.numel(), (rows, owners, numbers, numbers if soft is None else soft), constants)
-
-
-def _numbers(part: Part) -> list[float]:
-    """Decay, betas, step size, one over the root of v's bias, eps, sign, theta, and one less each beta.
-
-    Rounded to fp32 where torch's fused step does, so that both walk the same way; only the bias of v is a factor here
-    and a divisor there, since a second quotient per weight would cost a fifth of the step.
-    """
-    hyper, step = part.hyper, float(part.step)
-    rate, beta1, beta2 = _single(hyper.lr), _single(hyper.beta1), _single(hyper.beta2)
-    size = rate / _single(1 - hyper.beta1**step)
-    root = _single(1 - hyper.beta2**step) ** 0.5
-    sign = -1.0 if hyper.maximize else 1.0
-    decay = rate * _single(hyper.weight_decay)
-    return [decay, beta1, beta2, size, 1 / root, hyper.eps, sign, hyper.theta, 1 - beta1, 1 - beta2]
-
-
-def _single(value: float) -> float:
-    """Rounded to fp32."""
-    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    return rounded
