@@ -30,6 +30,9 @@ from secateur.kernels.constants import (
 from secateur.kernels.counting import _add_to_histogram
 from secateur.kernels.scoring import key_of, score_at
 
+RIVALS: tl.constexpr = tl.constexpr(64)  # others that those in order are compared with at a time
+NOWHERE: tl.constexpr = tl.constexpr(1 << 62)  # a position after all others
+
 
 @triton.jit
 def _collected(block_groups, counters, rooms, COLUMN: tl.constexpr):
@@ -154,10 +157,12 @@ def _order(rows, owners, counters, failed, ranges, few, few_room, quotas, STORED
         if PEERS:
             quota = tl.load(quotas + owner, mask=valid, other=0)
         earlier = tl.zeros((ORDERED,), tl.int32)
-        for other in range(found):
-            rival = tl.load(few + group * few_room + other)
-            before = rival < position
+        for first in range(0, found, RIVALS):
+            other = first + tl.arange(0, RIVALS)
+            rival = tl.load(few + group * few_room + other, mask=other < found, other=NOWHERE)
+            before = rival[None, :] < position[:, None]
             if PEERS:
-                before = before & (tl.load(owners + rival // TILE) == owner)
-            earlier += before.to(tl.int32)
+                theirs = tl.load(owners + rival // TILE, mask=other < found, other=-1).to(tl.int64)
+                before = before & (theirs[None, :] == owner[:, None])
+            earlier += tl.sum(before.to(tl.int32), 1)
         _drop(rows, owners, position, valid & (earlier < quota), STORED)
