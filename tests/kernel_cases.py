@@ -194,7 +194,8 @@ def check_adamw(kernels: Any, device: torch.device, case: dict[str, Any]) -> Non
         for x, y in zip(a.tensors, b.tensors, strict=True):
             unit = 4 * torch.finfo(x.dtype).eps if fused else max(3e-5, 4 * torch.finfo(x.dtype).eps)
             size = y.float().abs().clamp(min=float(y.float().square().mean().sqrt()))
-            assert bool(((x.float() - y.float()).abs() <= unit * size).all()), (case, x.dtype)
+            off = float(((x.float() - y.float()).abs() / size).max()) / unit
+            assert off <= 1, (case, x.dtype, off)
             assert bool((x[~kept] == 0).all())
             assert bool((x[kept] != 0).any())
 

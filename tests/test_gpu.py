@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 GPU = torch.device("cuda")
+UNIT = 2.0**-23  # in the last place, of fp32
 
 
 @pytest.fixture
@@ -146,10 +147,12 @@ def test_our_adamw_walks_as_torchs_fused(monkeypatch: pytest.MonkeyPatch) -> Non
             optimizer.step()
         for a, b in zip(*([p.detach() for p in model.parameters()] for model in models), strict=True):
             size = a.abs().clamp(min=float(a.square().mean().sqrt()))
-            assert float(((a - b).abs() / size).max()) <= 4 * (step + 1) * 2.0**-23
+            assert float(((a - b).abs() / size).max()) <= 4 * (step + 1) * UNIT
     saved = optimizers[1].state_dict()
     optimizers[0].load_state_dict(saved)
     optimizers[1].load_state_dict(optimizers[0].state_dict())
     for optimizer in optimizers:
         optimizer.step()
-    assert torch.allclose(*(next(model.parameters()) for model in models), rtol=1e-5, atol=1e-7)
+    for a, b in zip(*([p.detach() for p in model.parameters()] for model in models), strict=True):
+        size = a.abs().clamp(min=float(a.square().mean().sqrt()))
+        assert float(((a - b).abs() / size).max()) <= 4 * 21 * UNIT

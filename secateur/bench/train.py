@@ -84,6 +84,7 @@ def _apart(plan: Plan, mode: str, method: str, folder: Path) -> dict[str, Any]:
     if done.returncode:
         raise SecateurError(f"The cell {mode}, {method} failed:\n{done.stderr.strip()[-2000:]}")
     found: dict[str, Any] = json.loads((folder / "cell.json").read_text(encoding="utf-8"))
+    print(f"secateur:   {found['step_ms']:.2f} ms a step, {found['recompiles']} recompiles", file=sys.stderr)
     return found
 
 

@@ -90,7 +90,7 @@ def _adamw(
         first = first * tl.load(soft)
         second = second * tl.load(soft + 1)
     if CLIPPED:
-        limit = tl.where(second > 0, tl.sqrt(tl.load(mine + 7) * second), float("inf"))
+        limit = tl.where(second > 0, tl.sqrt_rn(tl.load(mine + 7) * second), float("inf"))
         gradient = tl.where(gradient > limit, limit, tl.where(gradient < -limit, -limit, gradient))
     parameter = tl.fma(-tl.load(mine), parameter, parameter)
     first = tl.fma(tl.load(mine + 1), first, tl.load(mine + 8) * gradient)
