@@ -1,9 +1,13 @@
-"""Secateur makes PyTorch networks sparse while they train: exact masks from scores read off the optimizer's state."""
+"""Secateur makes PyTorch networks sparse, exact to the weight: while they train, with scores read off the optimizer's
+state, and after they are trained, from a few batches of data."""
 
 from secateur import optim, selection
 from secateur.errors import SecateurError
+from secateur.levels import probe_until
 from secateur.patterns import select
+from secateur.probing import probe
 from secateur.pruner import Pruner
+from secateur.pruning import prune
 from secateur.report import Report
 from secateur.schedules import constant, cubic, late_cubic, linear
 from secateur.scores import score, scores
@@ -19,6 +23,9 @@ __all__ = [
     "late_cubic",
     "linear",
     "optim",
+    "probe",
+    "probe_until",
+    "prune",
     "score",
     "scores",
     "select",

@@ -13,10 +13,13 @@ from secateur.pieces import Piece, keys_of, values_of
 from secateur.selection import refuse_nan
 from secateur.shards import Peers
 
-ALLOCATIONS = ("uniform", "erk", "depth", "lamp")
+ALLOCATIONS = ("uniform", "erk", "depth", "owl", "lamp")
 
 DEPTH_SCALE = (0.7, 1.3)  # relative sparsity of the first and the last layer
 DEPTH_CAP = 0.95
+
+OWL_OUTLIER = 5.0  # times the mean score of its layer
+OWL_SPREAD = 0.08  # by which a layer's sparsity may differ from the asked one
 
 LAMP_SHIFT = 18  # key bits dropped: 32 bins an octave, 3 % wide
 LAMP_BINS = 0x7F800000 >> LAMP_SHIFT
@@ -44,6 +47,9 @@ def allocate(
         room = [size - dead for size, dead in zip(sizes, gone, strict=True)]
         kept = spread(fans, [0] * len(sizes), room, sum(sizes) - budget)
         return [size - keep for size, keep in zip(sizes, kept, strict=True)]
+    if name == "owl":
+        shares = owl([lamp_histogram(piece, peers) for piece in pieces], sparsity)
+        return spread([share * size for share, size in zip(shares, sizes, strict=True)], gone, sizes, budget)
     if name == "lamp":
         extra = lamp([lamp_histogram(piece, peers) for piece in pieces], budget - sum(gone))
         return [dead + more for dead, more in zip(gone, extra, strict=True)]
@@ -105,6 +111,20 @@ def lamp_histogram(piece: Piece, peers: Peers) -> Tensor:
     if counts[-2]:
         raise PatternError(f"Allocation 'lamp' squares scores, so they must not be negative; {piece.name!r} has some.")
     return counts[:-2]
+
+
+def owl(histograms: Sequence[Tensor], sparsity: float) -> list[float]:
+    """Sparsities of layers, lower where more scores are outliers (Yin et al. 2023), each layer for itself."""
+    outliers = []
+    for histogram in histograms:
+        values = values_of(torch.arange(len(histogram), device="cpu") << LAMP_SHIFT).double()
+        count = histogram.double()
+        mean = (values * count).sum() / count.sum().clamp(min=1)
+        outliers.append(float(count[values > OWL_OUTLIER * mean].sum() / count.sum().clamp(min=1)))
+    low, high = min(outliers), max(outliers)
+    more = [2 * OWL_SPREAD * (share - low) / (high - low) if high > low else 0.0 for share in outliers]
+    mean_more = sum(more) / len(more)
+    return [min(max(sparsity - extra + mean_more, 0.0), 1.0) for extra in more]
 
 
 def lamp(histograms: Sequence[Tensor], budget: int) -> list[int]:

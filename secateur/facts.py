@@ -12,9 +12,10 @@ from secateur.errors import FactError
 from secateur.patterns import Target
 from secateur.pieces import Piece, Where, flat_part
 from secateur.registry import SCALAR_FACTS, Score, resolve, scores
-from secateur.shards import Peers, is_sharded, local, placement
+from secateur.shards import ALONE, Peers, is_sharded, local, placement
 from secateur.sites import Site
 
+UNKNOWN = 2.0**126  # at least this is the score of a weight without evidence
 KEPT_FACTS = ("initial_weight", "movement_sum")  # those no optimizer has; kept only for a score that reads them
 
 
@@ -115,21 +116,44 @@ class Facts:
 
     def target(self, site: Site, alive: Tensor, dead: int, peers: Peers) -> Target:
         """The site as a selection sees it: scores evaluated on demand from the facts of this process's part."""
-        part, whole = local(site.parameter.detach()), site.parameter.shape
-        first = site.start + placement(site.parameter).first_row * whole[1:].numel()
-        facts = self.of(site)
-        piece = Piece(
-            site.name,
-            part.numel(),
-            whole.numel(),
-            evaluator(self._score, facts, first, part.device),
-            part.device,
-            alive.view(-1) if dead else None,
-            replicated=peers.size > 1 and not is_sharded(site.parameter),
-            source=(self._score, facts),
-            dead=dead,
-        )
-        return Target(piece, tuple(part.shape), tuple(whole), site.layout)
+        return target_of(site, self._score, self.of(site), alive, dead, peers)
+
+
+def target_of(
+    site: Site,
+    score: Score,
+    facts: Mapping[str, Any],
+    alive: Tensor,
+    dead: int,
+    peers: Peers = ALONE,
+    known: Tensor | None = None,
+) -> Target:
+    """A site as a selection sees it. Where `known` is zero nothing speaks about a weight: see `lifted`."""
+    part, whole = local(site.parameter.detach()), site.parameter.shape
+    first = site.start + placement(site.parameter).first_row * whole[1:].numel()
+    evaluate = evaluator(score, facts, first, part.device)
+    piece = Piece(
+        site.name,
+        part.numel(),
+        whole.numel(),
+        evaluate if known is None else lifted(evaluate, known, part),
+        part.device,
+        alive.view(-1) if dead else None,
+        replicated=peers.size > 1 and not is_sharded(site.parameter),
+        source=(score, facts) if known is None else None,
+        dead=dead,
+    )
+    return Target(piece, tuple(part.shape), tuple(whole), site.layout)
+
+
+def lifted(evaluate: Callable[[Where], Tensor], known: Tensor, weight: Tensor) -> Callable[[Where], Tensor]:
+    """Scores in which weights nothing is known about come after all others, ranked by magnitude among themselves."""
+
+    def score(where: Where) -> Tensor:
+        found, size = evaluate(where), flat_part(weight, where).float().abs()
+        return torch.where(flat_part(known, where) != 0, found, UNKNOWN * (1 + size / (1 + size)))
+
+    return score
 
 
 def evaluator(score: Score, facts: Mapping[str, Any], first: int, device: torch.device) -> Callable[[Where], Tensor]:

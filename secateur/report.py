@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from secateur.progress import Stage
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,10 @@ class Report:
             "sparsity": self.sparsity,
             "model_sparsity": self.model_sparsity,
         }
-        return json.dumps({**totals, **asdict(self)}, indent=2)
+        return json.dumps({**totals, **self._plain()}, indent=2)
+
+    def _plain(self) -> dict[str, Any]:
+        return asdict(self)
 
     def to_markdown(self) -> str:
         """Totals and the table of tensors."""
@@ -143,6 +151,35 @@ class Report:
                 f"Left dense, {reason}: {len(members)} tensors, {sum(n for _, n in members):,} weights ({shown})"
             )
         return notes
+
+
+@dataclass(frozen=True)
+class Outcome(Report):
+    """What `prune` or `probe` did to a trained model; `step` counts rounds or levels. `masks` are not rendered."""
+
+    batches: int = 0
+    stages: tuple[Stage, ...] = ()
+    notes: tuple[str, ...] = ()
+    found: tuple[tuple[str, float], ...] = ()  # further figures, by name
+    masks: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def _plain(self) -> dict[str, Any]:
+        plain = asdict(replace(self, masks={}))
+        del plain["masks"]
+        return plain
+
+    def _summary(self) -> list[str]:
+        first, how, *_ = super()._summary()
+        lines = [first.partition(": ")[2], how.replace(", sparsity ", "; ") + f" Calibrated on {self.batches} batches."]
+        lines += [f"{name}: {value:.6g}" for name, value in self.found]
+        spent = [
+            f"{s.name} {s.seconds:.1f} s" + (f" ({s.peak_bytes / 2**30:.1f} GiB)" if s.peak_bytes else "")
+            for s in self.stages
+        ]
+        return [*lines, "Spent: " + ", ".join(spent) + "."] if spent else lines
+
+    def _notes(self) -> list[str]:
+        return [*self.notes, *super()._notes()]
 
 
 def _cut(row: TensorRow) -> str:

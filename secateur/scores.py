@@ -122,6 +122,12 @@ def fisher(weight: Tensor, exp_avg_sq: Tensor) -> Tensor:
 
 
 @score
+def gradient(weight: Tensor, gradient: Tensor) -> Tensor:
+    """|w| |g|: what the loss would change by, to first order, if the weight were gone"""
+    return weight.abs() * gradient
+
+
+@score
 def displacement(weight: Tensor, initial_weight: Tensor) -> Tensor:
     """w (w - w0): how far a weight has moved away from zero since pruning was set up"""
     return weight * (weight - initial_weight)

@@ -29,6 +29,7 @@ STATED = {  # name -> facts it declares, as documented
     "bitter9": {"weight", "exp_avg", "exp_avg_sq"},
     "displacement": {"weight", "initial_weight"},
     "fisher": {"weight", "exp_avg_sq"},
+    "gradient": {"weight", "gradient"},
     "magnitude": {"weight"},
     "movement": {"movement_sum"},
     "random": {"index"},
@@ -51,6 +52,7 @@ def made_up_facts(size: int, dtype: torch.dtype = torch.float32) -> dict[str, An
         "initial_weight": normal(0.02),
         "movement_sum": normal(1e-3),
         "input_norm": normal(3.0).abs(),
+        "gradient": normal(1e-5).abs(),
         "index": torch.arange(size),
         "step": 7.0,
         "beta1": 0.9,
@@ -100,7 +102,7 @@ def test_formulas_by_hand() -> None:
     w, m, v, eps = -0.5, 0.04, 0.0016, 1e-8
     facts = {"weight": torch.tensor([w]), "exp_avg": torch.tensor([m]), "exp_avg_sq": torch.tensor([v])}
     facts |= {"step": 3.0, "beta1": 0.9, "initial_weight": torch.tensor([0.3]), "movement_sum": torch.tensor([2.5])}
-    facts |= {"input_norm": torch.tensor([6.0])}
+    facts |= {"input_norm": torch.tensor([6.0]), "gradient": torch.tensor([0.25])}
     bitter3 = abs(w) * math.sqrt(abs(m) + eps)
     pull = math.copysign(1, w) * m / (math.sqrt(v) + eps)
     expected = {
@@ -118,6 +120,7 @@ def test_formulas_by_hand() -> None:
         "displacement": w * (w - 0.3),
         "movement": 2.5,
         "wanda": abs(w) * 6.0,
+        "gradient": abs(w) * 0.25,
     }
     for name, value in expected.items():
         assert float(evaluate(name, facts)) == pytest.approx(value, rel=1e-6), name

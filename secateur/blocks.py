@@ -1,0 +1,113 @@
+"""Blocks: the parts of a model that follow one another, found by watching data pass through them.
+
+Whoever works block by block carries the hidden states along and never runs the model from its beginning again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.calibration import Batch, device_of, quiet, to_device
+from secateur.sites import Site
+
+Forward = Callable[[nn.Module, Batch], Any]
+
+
+@dataclass
+class Chain:
+    """Blocks, what enters the next one for every batch, and whatever else each block is called with."""
+
+    blocks: list[nn.Module]
+    states: list[Tensor]
+    others: list[list[tuple[tuple[Any, ...], dict[str, Any]]]]  # of every batch, of every block
+
+    def run(self, number: int, batch: int) -> Tensor:
+        """What a block makes of its state."""
+        given, named = self.others[batch][number]
+        return first_tensor(self.blocks[number](self.states[batch], *given, **named))
+
+    def advance(self, number: int) -> None:
+        """Carry every state through a block."""
+        for batch in range(len(self.states)):
+            self.states[batch] = self.run(number, batch)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The hidden state in what a block returns."""
+    found = output[0] if isinstance(output, tuple | list) else getattr(output, "hidden_states", output)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def find_blocks(model: nn.Module, batch: Batch, forward: Forward, sites: Sequence[Site]) -> list[nn.Module]:
+    """The list of modules that holds most of the sites and is passed through in order, or nothing."""
+    inside = {id(site.parameter): site.parameter.numel() for site in sites}
+
+    def weight_of(module: nn.Module) -> int:
+        return sum(inside.get(id(p), 0) for p in module.parameters())
+
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    lists = [blocks for blocks in lists if len(blocks) > 1]
+    for blocks in sorted(lists, key=lambda blocks: -sum(map(weight_of, blocks))):
+        if weight_of(nn.ModuleList(blocks)) and _follow(model, blocks, batch, forward):
+            return blocks
+    return []
+
+
+def _follow(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch, forward: Forward) -> bool:
+    """Whether each block is called once, in order, with what the one before it returned."""
+    calls: list[tuple[int, Any, Any]] = []
+
+    def hook(number: int) -> Any:
+        def after(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+            calls.append((number, given[0] if given else None, output))
+
+        return after
+
+    handles = [block.register_forward_hook(hook(number)) for number, block in enumerate(blocks)]
+    try:
+        with quiet(model), torch.no_grad():
+            forward(model, to_device(batch, device_of(model)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if [number for number, _, _ in calls] != list(range(len(blocks))):
+        return False
+    passed = itertools.pairwise(calls)
+    return all(isinstance(given, Tensor) and _is(given, output) for (_, _, output), (_, given, _) in passed)
+
+
+def _is(given: Tensor, output: Any) -> bool:
+    if isinstance(output, tuple | list):
+        output = output[0]
+    return isinstance(output, Tensor) and given.data_ptr() == output.data_ptr() and given.shape == output.shape
+
+
+def enter(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Batch], forward: Forward) -> Chain:
+    """The chain with every batch standing before its first block. One forward pass for each."""
+    chain = Chain(list(blocks), [], [])
+
+    def hook(number: int) -> Any:
+        def before(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if number == 0:
+                chain.states.append(given[0].detach())
+                chain.others.append([])
+            chain.others[-1].append((given[1:], named))
+
+        return before
+
+    handles = [b.register_forward_pre_hook(hook(n), with_kwargs=True) for n, b in enumerate(blocks)]
+    try:
+        with quiet(model), torch.no_grad():
+            for batch in batches:
+                forward(model, to_device(batch, device_of(model)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return chain

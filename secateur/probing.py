@@ -1,0 +1,151 @@
+"""`probe`: prune what a score proposes and the gradients agree to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from secateur.calibration import Batch, Loss, device_of, quiet, to_device
+from secateur.errors import PatternError, ScheduleError
+from secateur.registry import Score, resolve
+from secateur.report import Outcome
+from secateur.sites import Globs
+from secateur.subject import Subject, scope_for, selector
+from secateur.tiles import parse_pattern
+from secateur.veto import Probe, agrees
+
+ORDERS = ("joint", "reverse", "forward", "size")
+Metric = Callable[[nn.Module], float]
+EXACT_POOL = 1.25  # candidates for each weight that is to go, when they are ranked by growth
+
+
+def mean_loss(subject: Subject) -> float:
+    """The loss over the subject's own batches."""
+    device = device_of(subject.model)
+    with quiet(subject.model), torch.no_grad():
+        losses = [float(subject.loss(subject.model, to_device(batch, device))) for batch in subject.batches]
+    return sum(losses) / len(losses)
+
+
+class Wardrobe:
+    """The dense weights, kept on the host, so that a model can be looked at in other masks and be as it was again."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._dense = [site.parameter.detach().to("cpu", copy=True) for site in subject.sites]
+
+    @torch.no_grad()
+    def put_on(self, masks: Sequence[Tensor] | None) -> None:
+        """The dense weights, in these masks if any, for good."""
+        for number, (site, dense) in enumerate(zip(self._subject.sites, self._dense, strict=True)):
+            weight = site.parameter.detach()
+            weight.copy_(dense)
+            if masks is not None:
+                weight.masked_fill_(~masks[number], 0)
+
+    @contextmanager
+    def wearing(self, masks: Sequence[Tensor] | None) -> Iterator[None]:
+        """The dense weights in these masks; afterwards, in those the subject holds."""
+        try:
+            self.put_on(masks)
+            yield
+        finally:
+            self.put_on(list(self._subject.masks().values()))
+
+    def dense(self) -> AbstractContextManager[None]:
+        """The dense weights themselves."""
+        return self.wearing(None)
+
+
+def alone(work: Probe, wardrobe: Wardrobe, what: str, metric: Metric) -> tuple[str, float]:
+    """The score without the veto at the sparsity that was achieved with it: what it is named, and its figure."""
+    with wardrobe.dense():
+        masks = work.masks_at(work.subject.sparsity, anew=True)
+    with wardrobe.wearing(masks):
+        name = f"{what}{work.score.name} alone at sparsity {share_gone(masks):.4f}"
+        return name, metric(work.subject.model)
+
+
+def share_gone(masks: Sequence[Tensor]) -> float:
+    """The sparsity of some masks."""
+    return 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+
+
+def probe(
+    model: nn.Module,
+    batches: Iterable[Batch] | Tensor,
+    *,
+    score: str | Callable[..., Tensor] | Score = "wanda",
+    sparsity: float | None = 0.5,
+    shrink: float = 0.1,
+    tolerance: float = 0.0,
+    order: str = "joint",
+    exact: bool = False,
+    group: int | str = 1,
+    refresh: bool = False,
+    scope: str | None = None,
+    pattern: str | None = None,
+    allocation: str | None = None,
+    tolerances: Sequence[float] = (),
+    evaluate: Metric | None = None,
+    loss: Loss | None = None,
+    skip: Globs = (),
+    only: Globs | None = None,
+    limit: int | None = None,
+    progress: bool = False,
+) -> Outcome:
+    """Prune what a score proposes and the gradients agree to (GradProbe).
+
+    The score's candidates at `sparsity` are multiplied by `shrink`; one whose largest gradient over the batches grew by
+    more than `tolerance` is left as it was, to the bit, the others are pruned. `order` is "joint" (all layers at once:
+    two passes over the batches) or layer after layer, "reverse", "forward" or largest first ("size"), `group` layers at
+    a time or "block" by block, gradients measured anew for each; candidates come from one look at the dense model
+    unless `refresh`. With `exact`, more candidates are tried, and those whose gradients grew least go until the asked
+    sparsity is met. The report sets the score alone beside it, at the sparsity that was achieved, by `evaluate(model)`
+    or else by the loss over the batches; `tolerances` are tried on the gradients of a joint probe and reported too.
+    """
+    check_probe(order, group, shrink, tolerance, exact)
+    chosen, shape = resolve(score), parse_pattern(pattern)
+    scope = scope_for(chosen, scope, shape, allocation)
+    if exact and order != "joint" and scope == "model":
+        raise PatternError('exact=True layer after layer needs a sparsity for each layer: pass scope="layer" or "row".')
+    if tolerances and order != "joint":
+        raise PatternError("tolerances are tried on the gradients of one joint probe; use order='joint'.")
+    wanted, select = selector(chosen, scope, shape, allocation, sparsity)
+    subject = Subject(model, batches, loss=loss, skip=skip, only=only, limit=limit, progress=progress)
+    work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
+    metric = evaluate or (lambda _: mean_loss(subject))
+    what = "" if evaluate else "loss on the batches, "
+    wardrobe = Wardrobe(subject)
+    found = [(f"{what}before", metric(model))]
+    began = time.perf_counter()
+    pool = min(0.999, EXACT_POOL * wanted) if exact else wanted
+    trials = work.level(pool, tolerance, refresh, wanted if exact else None)
+    subject.record(wanted, time.perf_counter() - began)
+    found.append((f"{what}after", metric(model)))
+    found.append(alone(work, wardrobe, what, metric))
+    for other in tolerances:
+        worn = [~(t.candidates & agrees(t.old, t.new, other)) for t in trials]
+        with wardrobe.wearing(worn):
+            found.append((f"{what}tolerance {other:g}, sparsity {share_gone(worn):.4f}", metric(model)))
+    return subject.outcome(
+        score=str(chosen), schedule=f"{order} probe, shrink {shrink:g}, tolerance {tolerance:g}", scope=scope,
+        pattern=pattern, allocation=allocation, asked=wanted, found=tuple(found),
+    )  # fmt: skip
+
+
+def check_probe(order: str, group: int | str, shrink: float, tolerance: float, exact: bool) -> None:
+    if order not in ORDERS:
+        raise PatternError(f"No order {order!r}. Use one of {', '.join(map(repr, ORDERS))}.")
+    if group != "block" and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
+        raise PatternError(f"group is a number of layers, at least 1, or 'block'; got {group!r}.")
+    if not 0 <= shrink < 1:
+        raise ScheduleError(f"shrink must be in [0, 1): candidates are multiplied by it; got {shrink!r}.")
+    if not tolerance >= 0:
+        raise ScheduleError(f"tolerance must be at least 0: by how much a gradient may grow; got {tolerance!r}.")
+    if exact and tolerance:
+        raise ScheduleError("exact=True ranks by growth and knows no tolerance. Leave one of them out.")

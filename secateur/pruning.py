@@ -1,0 +1,97 @@
+"""`prune`: make a trained model sparse from a few batches of data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from secateur.bits import to_bits
+from secateur.calibration import Batch, Loss
+from secateur.errors import PatternError, ScheduleError
+from secateur.patterns import Selection, check_choice
+from secateur.registry import Score, resolve
+from secateur.repair import repair, sparsegpt
+from secateur.report import Outcome
+from secateur.schedules import cubic
+from secateur.sites import Globs
+from secateur.subject import Subject, scope_for, selector
+from secateur.tiles import Pattern, parse_pattern
+
+SPARSEGPT = "sparsegpt"
+
+
+def prune(
+    model: nn.Module,
+    batches: Iterable[Batch] | Tensor,
+    *,
+    score: str | Callable[..., Tensor] | Score = "variance",
+    sparsity: float | None = 0.5,
+    scope: str | None = None,
+    pattern: str | None = None,
+    allocation: str | None = None,
+    rounds: int = 1,
+    reconstruct: bool | str = False,
+    loss: Loss | None = None,
+    skip: Globs = (),
+    only: Globs | None = None,
+    method: str | None = None,
+    limit: int | None = None,
+    progress: bool = False,
+) -> Outcome:
+    """Prune a trained model in place to exactly this sparsity, and say what was done.
+
+    `batches` are drawn once (the first `limit`): token ids, (inputs, targets), or mappings a Hugging Face model takes.
+    `loss(model, batch)` replaces the usual one. `score` is any registered score; those that read Adam's moments are fed
+    with means over the batches of gradients and their squares, `wanda` with norms of inputs. `scope` defaults to that
+    of the score's paper: rows for wanda, layers for magnitude, otherwise the whole model. With `rounds`, sparsity rises
+    along a cubic and everything is measured anew in between. `reconstruct=True` repairs the surviving weights at the
+    end, "every" after every round, so that the next round measures the repaired ones. `method="sparsegpt"` is SparseGPT
+    itself, which chooses by its own rule. The report has the masks (`report.masks`).
+    """
+    shape = parse_pattern(pattern)
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+        raise ScheduleError(f"rounds is how many times to measure and select, at least 1; got {rounds!r}.")
+    if reconstruct not in (False, True, "every"):
+        raise ScheduleError(f"reconstruct is False, True or 'every', not {reconstruct!r}.")
+    settings = {"loss": loss, "skip": skip, "only": only, "limit": limit, "progress": progress}
+    if method is not None:
+        if method != SPARSEGPT:
+            raise PatternError(f"No method {method!r}. Use {SPARSEGPT!r}, or None and a score.")
+        if scope is not None or allocation is not None or rounds != 1 or reconstruct is not False:
+            raise PatternError(f"{SPARSEGPT!r} has its own scope, rounds and repair. Leave those settings out.")
+        return _by_sparsegpt(Subject(model, batches, **settings), sparsity, shape)  # type: ignore[arg-type]
+    chosen = resolve(score)
+    scope = scope_for(chosen, scope, shape, allocation)
+    wanted, select = selector(chosen, scope, shape, allocation, sparsity)
+    subject = Subject(model, batches, **settings)  # type: ignore[arg-type]
+    dense = {site.name: site.parameter.detach().clone() for site in subject.sites} if reconstruct else {}
+    ramp = cubic(wanted, begin=0, end=rounds)
+    for number in range(1, rounds + 1):
+        facts = subject.facts(chosen)
+        began = time.perf_counter()
+        with subject.stages.stage("selection"), torch.no_grad():
+            asked = wanted if number == rounds else ramp(number)
+            picked = select(subject.targets(chosen, facts), asked, subject.held.packed)
+        del facts
+        subject.take(picked, asked, time.perf_counter() - began)
+        if reconstruct == "every" or (reconstruct and number == rounds):
+            repair(subject, dense)
+    how = f"{rounds} round{'s' if rounds > 1 else ''}" + (f", repaired ({reconstruct})" if reconstruct else "")
+    return subject.outcome(
+        score=str(chosen), schedule=how, scope=scope, pattern=pattern, allocation=allocation, asked=wanted
+    )
+
+
+def _by_sparsegpt(subject: Subject, sparsity: float | None, pattern: Pattern | None) -> Outcome:
+    wanted = check_choice(sparsity, "layer", pattern, None)
+    if pattern is not None and pattern.kept is None:
+        raise PatternError(f"{SPARSEGPT!r} knows n:m patterns, not {pattern.text!r}.")
+    began = time.perf_counter()
+    masks = sparsegpt(subject, wanted, pattern)
+    masks = [to_bits(mask) for mask in masks] if subject.held.packed else masks
+    subject.take(Selection(masks, [None] * len(masks)), wanted, time.perf_counter() - began)
+    text = None if pattern is None else pattern.text
+    return subject.outcome(score=SPARSEGPT, schedule="1 round", scope="layer", pattern=text, asked=wanted)

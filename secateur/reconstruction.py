@@ -1,0 +1,111 @@
+"""Reconstruction: surviving weights changed so that a layer's outputs stay what they were, given X^T X of its inputs.
+
+Pure functions on matrices `[outputs, inputs]`. `sweep` goes over the columns once and makes up for each weight that is
+dropped in those to its right (optimal brain surgeon in the form of SparseGPT, Frantar and Alistarh 2023). `solve` finds
+the best surviving weights for a mask, by conjugate gradients over all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from secateur.errors import FactError
+from secateur.pieces import keys_of, without_lowest
+
+COLUMNS = 128  # that a sweep finishes before it brings all to their right up to date
+DAMPING = 0.01  # of the mean of the diagonal, added to it
+ATTEMPTS = 6  # each with ten times the damping of the one before
+
+Choice = Callable[[Tensor, Tensor], Tensor]  # columns and the diagonal of the factor there, to a mask
+
+
+def damped(product: Tensor, damping: float = DAMPING) -> Tensor:
+    """X^T X with something added to its diagonal. An input that was always zero gets the mean, so it stays put."""
+    diagonal = product.diagonal()
+    mean = diagonal.mean().clamp(min=1e-30)
+    return product + torch.diag(torch.where(diagonal == 0, mean, damping * mean))
+
+
+def inverse_factor(product: Tensor, damping: float = DAMPING) -> tuple[Tensor, float]:
+    """The upper factor U of the inverse, U^T U, and the damping it took to make the matrix positive definite."""
+    for _ in range(ATTEMPTS):
+        lower, failed = torch.linalg.cholesky_ex(damped(product, damping))
+        if not failed:
+            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed and bool(factor.isfinite().all()):
+                return factor, damping
+        damping *= 10
+    raise FactError(
+        "X^T X of a layer's inputs is not positive definite even when damped by ten times its mean: look for infinities"
+        " or NaN among the activations."
+    )
+
+
+def sweep(weight: Tensor, factor: Tensor, choose: Choice, span: int = COLUMNS) -> tuple[Tensor, Tensor]:
+    """The weight with some dropped and the others to their right made up for it; and the mask, which is chosen for
+    every `span` columns (a divisor of `COLUMNS`) once those to their left are done."""
+    weight, width = weight.clone(), weight.shape[1]
+    kept = torch.ones_like(weight, dtype=torch.bool)
+    for begin in range(0, width, COLUMNS):
+        end = min(begin + COLUMNS, width)
+        part, mine = weight[:, begin:end], factor[begin:end, begin:end]
+        errors = torch.zeros_like(part)
+        for column in range(end - begin):
+            if column % span == 0:
+                chosen = slice(column, column + span)
+                kept[:, begin:end][:, chosen] = choose(part[:, chosen], mine.diagonal()[chosen])
+            dropped = part[:, column].masked_fill(kept[:, begin + column], 0)
+            errors[:, column] = dropped / mine[column, column]
+            part[:, column:] -= errors[:, column, None] * mine[column, None, column:]
+        weight[:, end:] -= errors @ factor[begin:end, end:]
+    return weight.masked_fill_(~kept, 0), kept
+
+
+def cheapest(sparsity: float) -> Choice:
+    """A choice that drops this share of the weights, those whose loss costs least; in all exactly this share."""
+    seen = gone = 0
+
+    def choose(part: Tensor, diagonal: Tensor) -> Tensor:
+        nonlocal seen, gone
+        seen += part.numel()
+        count = round(sparsity * seen) - gone
+        gone += count
+        keys = keys_of((part / diagonal).square().reshape(1, -1))
+        return without_lowest(keys, count).view_as(part)
+
+    return choose
+
+
+def groups_of(kept: int, of: int) -> Choice:
+    """A choice that keeps the `kept` dearest of every `of` neighbours (a span of so many columns)."""
+
+    def choose(part: Tensor, diagonal: Tensor) -> Tensor:
+        keys = keys_of((part / diagonal).square().reshape(-1, of))
+        return without_lowest(keys, of - kept).view_as(part)
+
+    return choose
+
+
+def solve(aim: Tensor, start: Tensor, mask: Tensor, product: Tensor, steps: int) -> Tensor:
+    """Weights inside the mask that minimise |W' X - Y|^2, where `aim` is Y X^T and `product` is X X^T.
+
+    Conjugate gradients with a diagonal preconditioner, every row for itself, all rows at once: `steps` products of the
+    size of the weight with `product`, no inverse. `start` is where it begins.
+    """
+    scale = product.diagonal().reciprocal()
+    found = start * mask
+    residual = (aim - found @ product) * mask
+    direction = residual * scale
+    power = (residual * direction).sum(1, keepdim=True)
+    for _ in range(steps):
+        moved = (direction @ product) * mask
+        step = power / (direction * moved).sum(1, keepdim=True).clamp(min=1e-30)
+        found += step * direction
+        residual -= step * moved
+        turned = residual * scale
+        before, power = power, (residual * turned).sum(1, keepdim=True)
+        direction = turned + (power / before.clamp(min=1e-30)) * direction
+    return found

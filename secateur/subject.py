@@ -1,0 +1,199 @@
+"""A trained model on the table: its sites and masks, the batches of one call, and what was spent on what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur import kernels
+from secateur.bits import as_bool, packed_bytes
+from secateur.calibration import GRADIENT_FACTS, Batch, Loss, device_of, draw, gather_gradients, standard_loss
+from secateur.errors import FactError, ShardError, SiteError
+from secateur.facts import target_of
+from secateur.inputs import gather_inputs
+from secateur.masks import Held
+from secateur.patterns import Selection, Target, check_choice, choose
+from secateur.progress import Stages
+from secateur.registry import Score, resolve, scores
+from secateur.report import Outcome, TensorRow, Update
+from secateur.shards import is_sharded, unwrap
+from secateur.sites import VECTOR, Globs, Site, find_sites
+from secateur.tiles import Pattern
+
+Facts = dict[str, dict[str, Any]]  # of every site, by name
+BY_ROW, BY_LAYER = ("wanda",), ("magnitude",)  # scores that are published with another scope than the whole model
+
+# What calibration can tell a score besides gradients and inputs. There is no horizon to correct for.
+ALWAYS = {"weight", "index", "step", "beta1", "beta2", "input_norm", *GRADIENT_FACTS}
+
+
+class Subject:
+    """Holds what `prune` and `probe` work with. Masks start full; weights that are zero already are not yet gone."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Batch] | Tensor,
+        *,
+        loss: Loss | None = None,
+        skip: Globs = (),
+        only: Globs | None = None,
+        limit: int | None = None,
+        progress: bool = False,
+    ) -> None:
+        self.model = unwrap(model)
+        flags = [(p, p.requires_grad) for p in self.model.parameters()]
+        try:
+            self.model.requires_grad_(True)  # what was frozen for training may be pruned all the same
+            self.sites, self._left_out = find_sites(self.model, skip, only)
+        finally:
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
+        if not self.sites:
+            telling = [f"{item.name}: {item.reason}" for item in self._left_out if item.reason != VECTOR]
+            raise SiteError(f"Nothing to prune in {type(self.model).__name__}. {'; '.join(telling[:6])}")
+        if sharded := [site.name for site in self.sites if is_sharded(site.parameter)]:
+            raise ShardError(f"{sharded[0]!r} is sharded. Calibration works on whole models: gather it first.")
+        self.batches, self.loss = draw(batches, limit), loss or standard_loss
+        self.held = Held([site.parameter.detach() for site in self.sites])
+        self.stages = Stages(device_of(self.model), progress)
+        self.updates: list[Update] = []
+        self.notes: dict[str, str] = {}  # by what they are about
+        self._cuts: list[float | None] = [None] * len(self.sites)
+        self._churn, self._before = [0] * len(self.sites), [0] * len(self.sites)
+
+    def facts(self, score: Score, more: Iterable[str] = ()) -> Facts:
+        """Whatever the score reads, gathered from the batches on the model as it is now."""
+        wanted = {*score.needs, *more}
+        if unknown := sorted(wanted - ALWAYS):
+            work = [name for name in scores() if set(resolve(name).needs) <= ALWAYS]
+            raise FactError(
+                f"{score.name} needs {', '.join(unknown)}, which only training can tell. Scores that work here:"
+                f" {', '.join(work)}."
+            )
+        fixed = {"step": torch.tensor(float(len(self.batches))), "beta1": 0.0, "beta2": 0.0, "index": None}
+        found: Facts = {
+            site.name: {"weight": site.parameter.detach(), **{k: v for k, v in fixed.items() if k in wanted}}
+            for site in self.sites
+        }
+        if gradients := wanted & GRADIENT_FACTS.keys():
+            for name, facts in self.gradients(gradients).items():
+                found[name] |= facts
+        if "input_norm" in wanted:
+            with self.stages.stage("inputs", len(self.batches)) as tick:
+                seen = gather_inputs(self.model, self.batches, self.sites, forward=self.loss, tick=tick)
+            for site in self.sites:
+                found[site.name] |= {"input_norm": seen.norms(site), "tokens": seen.seen(site)}
+        return found
+
+    def gradients(self, wanted: Iterable[str], sites: list[Site] | None = None) -> dict[str, dict[str, Tensor]]:
+        """Statistics of gradients, of all sites or of some."""
+        with self.stages.stage("gradients", len(self.batches)) as tick:
+            return gather_gradients(
+                self.model, self.batches, self.sites if sites is None else sites, set(wanted), loss=self.loss, tick=tick
+            )
+
+    def targets(self, score: Score, facts: Facts, anew: bool = False) -> list[Target]:
+        """Every site as a selection sees it, with its masks or `anew`. Weights nothing is known about come last, and
+        are noted."""
+        made, unknown = [], []
+        gone = [0] * len(self.sites) if anew else self.held.dead
+        for site, mask, dead in zip(self.sites, self.held.masks, gone, strict=True):
+            mine = facts[site.name]
+            known = evidence(mine)
+            if known is not None:
+                missing = known == 0
+                if dead:
+                    missing = missing & as_bool(mask, site.parameter.shape)
+                count = int(missing.sum())
+                unknown += [(site.name, count)] if count else []
+                known = known if count else None
+            needed = {name: mine[name] for name in score.needs}
+            made.append(target_of(site, score, needed, mask, dead, known=known))
+        if unknown:
+            shown = ", ".join(f"{name} ({count:,})" for name, count in unknown[:4]) + (", ..." if unknown[4:] else "")
+            self.notes["unknown"] = (
+                f"{sum(count for _, count in unknown):,} weights without evidence (the batches never touched them) are"
+                f" kept before all others: {shown}"
+            )
+        return made
+
+    def take(self, chosen: Selection, asked: float, seconds: float) -> None:
+        """Hold these masks and zero what they say is gone."""
+        self.held.take(chosen.masks, chosen.kept)
+        self._cuts = [None if cut is None else cut.value for cut in chosen.cuts]
+        self.apply()
+        self.record(asked, seconds)
+
+    def record(self, asked: float, seconds: float) -> None:
+        """Write down what has become of the masks."""
+        self._churn = [now - then for now, then in zip(self.held.dead, self._before, strict=True)]
+        self._before = list(self.held.dead)
+        self.updates.append(Update(len(self.updates) + 1, asked, sum(self._before), sum(self._churn), seconds, 0))
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Zero what the masks say is gone."""
+        kernels.zero([site.parameter.detach() for site in self.sites], self.held.masks)
+
+    def masks(self) -> dict[str, Tensor]:
+        """Bool masks by name, True = kept."""
+        return {site.name: self.held.bools(number) for number, site in enumerate(self.sites)}
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of the prunable weights that is gone."""
+        return sum(self.held.dead) / sum(shape.numel() for shape in self.held.shapes)
+
+    def outcome(self, **settings: Any) -> Outcome:
+        """The report."""
+        rows = [
+            TensorRow(s.name, tuple(s.parameter.shape), s.parameter.numel(), gone, churn, cut, s.tied)
+            for s, gone, churn, cut in zip(self.sites, self.held.dead, self._churn, self._cuts, strict=True)
+        ]
+        return Outcome(
+            **{"pattern": None, "allocation": None, "step": len(self.updates), **settings},
+            tensors=tuple(rows),
+            left_out=tuple((item.name, item.numel, item.reason) for item in self._left_out),
+            updates=tuple(self.updates),
+            mask_bytes=self.held.nbytes,
+            packed_mask_bytes=sum(packed_bytes(shape) for shape in self.held.shapes),
+            fact_bytes=0,
+            batches=len(self.batches),
+            stages=self.stages.done,
+            notes=tuple(self.notes.values()),
+            masks=self.masks(),
+        )
+
+
+def evidence(facts: Mapping[str, Any]) -> Tensor | None:
+    """A statistic that is zero exactly where the batches never touched a weight, if one was gathered."""
+    for name in ("gradient_max", "gradient", "exp_avg_sq", "exp_avg", "tokens"):
+        if isinstance(facts.get(name), Tensor):
+            found: Tensor = facts[name]
+            return found
+    return None
+
+
+def scope_for(score: Score, scope: str | None, pattern: Pattern | None, allocation: str | None) -> str:
+    """The scope that is meant when none is given: that of the score's paper."""
+    if scope is not None:
+        return scope
+    if pattern is not None or allocation is not None:
+        return "model"
+    return "row" if score.name in BY_ROW else "layer" if score.name in BY_LAYER else "model"
+
+
+def selector(
+    score: Score, scope: str, pattern: Pattern | None, allocation: str | None, sparsity: float | None
+) -> tuple[float, Callable[[list[Target], float, bool], Selection]]:
+    """The sparsity that is meant, and a function that selects at any."""
+    wanted = check_choice(sparsity, scope, pattern, allocation)
+
+    def select(targets: list[Target], asked: float, packed: bool) -> Selection:
+        return choose(targets, asked, scope=scope, pattern=pattern, allocation=allocation, packed=packed)
+
+    return wanted, select

@@ -1,0 +1,127 @@
+"""Gradients over batches: their statistics, and that a model is as before whatever happens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from secateur.calibration import draw, gather_gradients, quiet, standard_loss
+from secateur.errors import FactError
+from secateur.sites import find_sites
+
+
+class Noisy(nn.Module):
+    """Everything that behaves otherwise in training: dropout as module and function, normalisation with averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.drop(self.norm(self.first(inputs)).relu())
+        return self.last(nn.functional.dropout(hidden, 0.5, self.training))
+
+
+@pytest.fixture
+def batches() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return [(torch.randn(7, 6), torch.randint(0, 3, (7,))) for _ in range(4)]
+
+
+def test_statistics_against_a_plain_loop(batches: list[tuple[Tensor, Tensor]]) -> None:
+    torch.manual_seed(1)
+    model = Noisy().eval()
+    sites, _ = find_sites(model, only="*")
+    found = gather_gradients(model, batches, sites, {"exp_avg", "exp_avg_sq", "gradient", "gradient_max"})
+    for site in sites:
+        gradients = []
+        for batch in batches:
+            (gradient,) = torch.autograd.grad(standard_loss(model, batch), site.parameter)
+            gradients.append(gradient)
+        stacked = torch.stack(gradients)
+        mine = found[site.name]
+        assert torch.allclose(mine["exp_avg"], stacked.mean(0), atol=1e-8)
+        assert torch.allclose(mine["exp_avg_sq"], stacked.square().mean(0), atol=1e-10)
+        assert torch.allclose(mine["gradient"], stacked.abs().mean(0), atol=1e-8)
+        assert torch.equal(mine["gradient_max"], stacked.abs().amax(0))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_is_as_before(batches: list[tuple[Tensor, Tensor]], fails: bool) -> None:
+    model = Noisy().train()
+    model.drop.eval()  # a mode of its own
+    model.last.bias.requires_grad_(False)
+    model.first.weight.grad = kept = torch.ones_like(model.first.weight)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    sites, _ = find_sites(model, only="*")
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if fails:
+            raise RuntimeError("the user's own")
+        assert not model.training
+        return standard_loss(model, batch)
+
+    if fails:
+        with pytest.raises(RuntimeError, match="the user's own"):
+            gather_gradients(model, batches, sites, {"gradient"}, loss=loss)
+    else:
+        gather_gradients(model, batches, sites, {"gradient"}, loss=loss)
+    assert [module.training for module in model.modules()] == modes
+    assert model.first.weight.grad is kept
+    assert model.norm.weight.grad is None
+    assert [p.requires_grad for p in model.parameters()] == [True, True, True, True, True, False]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_gradients_are_freed_as_they_come(batches: list[tuple[Tensor, Tensor]]) -> None:
+    model = Noisy().eval()
+    sites, _ = find_sites(model, only="*")
+    alive: list[int] = []
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        alive.append(sum(p.grad is not None for p in model.parameters()))
+        return standard_loss(model, batch)
+
+    gather_gradients(model, batches, sites, {"gradient"}, loss=loss)
+    assert alive == [0] * len(batches)
+
+
+def test_a_frozen_beginning_does_no_backward(batches: list[tuple[Tensor, Tensor]]) -> None:
+    model = Noisy().eval()
+    sites, _ = find_sites(model, only="last")
+    asked: list[bool] = []
+    model.first.register_forward_hook(lambda module, given, output: asked.append(output.requires_grad))
+    gather_gradients(model, batches, sites, {"gradient"})
+    assert not any(asked)
+
+
+def test_a_shuffled_loader_is_drawn_once() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(20.0), torch.arange(20))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    drawn = draw(loader, limit=3)
+    assert len(drawn) == 3
+    assert [batch[0].tolist() for batch in drawn] == [batch[0].tolist() for batch in drawn]
+    assert len(draw(torch.zeros(5, 3, dtype=torch.int64))) == 5
+
+
+def test_losses_and_what_is_said_when_none_is_known() -> None:
+    model = nn.Linear(4, 3)
+    inputs = torch.randn(5, 4)
+    with torch.no_grad():
+        assert torch.equal(standard_loss(model, (inputs, torch.zeros(5, 3))), model(inputs).square().mean())
+    with pytest.raises(FactError, match=r"No loss is known for batches of Tensor.*loss=\.\.\."):
+        standard_loss(model, inputs)
+    with pytest.raises(FactError, match="no batches"):
+        draw([])
+    sites, _ = find_sites(model, only="*")
+    with pytest.raises(FactError, match=r"one number that depends on the weights.*\(5, 3\)"):
+        gather_gradients(model, [inputs], sites, {"gradient"}, loss=lambda model, batch: model(batch))
+    with quiet(model):
+        assert not any(p.requires_grad for p in model.parameters())
+    assert all(p.requires_grad for p in model.parameters())

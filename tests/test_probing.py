@@ -1,0 +1,248 @@
+"""`probe` and `probe_until` against the rule written out, and the defects of the original that must not return."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import secateur as sc
+from secateur.calibration import standard_loss
+from secateur.veto import agrees, growth
+from tests.trained import Batches, Tower, classifier, loss_of
+
+
+def largest_gradients(model: nn.Module, batches: Batches, names: list[str]) -> dict[str, Tensor]:
+    most = {name: torch.zeros_like(model.get_parameter(name)) for name in names}
+    for batch in batches:
+        found = torch.autograd.grad(standard_loss(model, batch), [model.get_parameter(name) for name in names])
+        most = {name: torch.maximum(most[name], g.abs()) for name, g in zip(names, found, strict=True)}
+    return most
+
+
+def by_the_book(
+    model: nn.Module, batches: Batches, names: list[str], candidates: dict[str, Tensor], tolerance: float
+) -> None:
+    """Shrink, compare, restore, prune: for these tensors at once."""
+    old = largest_gradients(model, batches, names)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name in names:
+            other.get_parameter(name)[candidates[name]] *= 0.1
+    new = largest_gradients(other, batches, names)
+    with torch.no_grad():
+        for name in names:
+            gone = candidates[name] & (new[name] <= old[name] * (1 + tolerance)) & (old[name] > 0)
+            model.get_parameter(name)[gone] = 0
+
+
+def magnitude_candidates(model: nn.Module, names: list[str], share: float) -> dict[str, Tensor]:
+    found = {}
+    for name in names:
+        scores = model.get_parameter(name).detach().abs().flatten()
+        mask = torch.zeros_like(scores, dtype=torch.bool)
+        mask[scores.argsort(stable=True)[: round(share * scores.numel())]] = True
+        found[name] = mask.view(model.get_parameter(name).shape)
+    return found
+
+
+@pytest.mark.parametrize("order", ["joint", "reverse", "forward", "size"])
+@pytest.mark.parametrize("tolerance", [0.0, 0.5])
+def test_the_rule_in_every_order(order: str, tolerance: float) -> None:
+    model, batches = classifier()
+    names = ["2.weight", "4.weight", "6.weight"]
+    mine, book = model, copy.deepcopy(model)
+    candidates = magnitude_candidates(book, names, 0.5)
+    groups = {
+        "joint": [names],
+        "reverse": [[name] for name in names[::-1]],
+        "forward": [[name] for name in names],
+        "size": [["2.weight"], ["4.weight"], ["6.weight"]],
+    }[order]
+    for group in groups:
+        by_the_book(book, batches, group, candidates, tolerance)
+    report = sc.probe(
+        mine, batches, score="magnitude", order=order, tolerance=tolerance, skip="0", scope="layer", only=names
+    )
+    for name in names:
+        assert torch.equal(mine.get_parameter(name), book.get_parameter(name)), name
+    assert 0 < report.sparsity < 0.5
+
+
+def test_groups_and_blocks() -> None:
+    model, batches = classifier()
+    names = ["2.weight", "4.weight", "6.weight"]
+    book = copy.deepcopy(model)
+    candidates = magnitude_candidates(book, names, 0.5)
+    for group in (["6.weight"], ["2.weight", "4.weight"]):
+        by_the_book(book, batches, group, candidates, 0.0)
+    sc.probe(model, batches, score="magnitude", order="reverse", group=2, skip="0", only=names)
+    for name in names:
+        assert torch.equal(model.get_parameter(name), book.get_parameter(name)), name
+    torch.manual_seed(0)
+    report = sc.probe(Tower(), torch.randint(0, 17, (4, 9)), order="reverse", group="block")
+    assert 0 < report.sparsity <= 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_not_pruned_is_restored_to_the_bit(dtype: torch.dtype) -> None:
+    model, batches = classifier()
+    model = model.to(dtype)
+    cast = [(inputs.to(dtype), targets) for inputs, targets in batches]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = sc.probe(model, cast, skip="0", tolerance=0.2)
+    assert 0 < report.pruned < 0.5 * report.prunable
+    for name, tensor in model.state_dict().items():
+        kept = report.masks.get(name, torch.ones_like(tensor, dtype=torch.bool))
+        assert torch.equal(tensor[kept], before[name][kept])
+        assert bool((tensor[~kept] == 0).all())
+
+
+def test_weights_are_restored_when_the_second_look_fails() -> None:
+    model, batches = classifier()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    calls = 0
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3 * len(batches) + 3:  # the metric, the inputs, the first gradients; then in the midst of the next
+            raise RuntimeError("out of memory, say")
+        return standard_loss(model, batch)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sc.probe(model, batches, loss=loss, skip="0")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_veto_and_growth() -> None:
+    old, new = torch.tensor([1.0, 1.0, 0.0, 0.0, 2.0]), torch.tensor([1.0, 1.1, 0.0, 1.0, 1.0])
+    assert agrees(old, new, 0.0).tolist() == [True, False, False, False, True]
+    assert agrees(old, new, 0.2).tolist() == [True, True, False, False, True]
+    assert growth(old, new)[[0, 4]].tolist() == [1.0, 0.5]
+    assert bool((growth(old, new)[2:4] > 1e30).all())
+
+
+def test_a_gradient_of_zero_is_no_evidence() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 8), nn.Flatten(), nn.Linear(8, 12, bias=False))
+    model[0].weight.data[:, 3] = 0  # nothing ever comes through this input
+    ids = torch.randint(0, 12, (20, 1))
+    batches = [(part, part[:, 0]) for part in ids.split(5)]
+    report = sc.probe(model, batches, score="magnitude", sparsity=0.9, tolerance=1e9, only="2")
+    mask = report.masks["2.weight"]
+    assert bool(mask[:, 3].all())
+    assert any("no gradient at all" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"scope": "layer", "order": "reverse"}, {"score": "wanda", "order": "forward"}]
+)
+def test_exact_meets_the_asked_sparsity(settings: dict[str, Any]) -> None:
+    model, batches = classifier()
+    report = sc.probe(model, batches, exact=True, sparsity=0.4, skip="0", **{"score": "variance", **settings})
+    rows = report.tensors
+    asked = round(0.4 * report.prunable)
+    if report.scope == "layer":
+        asked = sum(round(0.4 * row.numel) for row in rows)
+    if report.scope == "row":
+        asked = sum(row.shape[0] * round(0.4 * row.shape[1]) for row in rows)
+    assert report.pruned == asked
+
+
+def test_the_score_alone_and_other_tolerances_are_reported() -> None:
+    model, batches = classifier()
+    loose = copy.deepcopy(model)
+    report = sc.probe(model, batches, skip="0", scope="layer", tolerances=(0.0, 0.3, 1e12))
+    found = dict(report.found)
+    assert found["loss on the batches, after"] == pytest.approx(loss_of(model, batches), rel=1e-5)
+    alone = next(name for name in found if "wanda alone" in name)
+    assert float(alone.rpartition(" ")[2]) == pytest.approx(report.sparsity, abs=5e-4)
+    assert any(f"tolerance 0, sparsity {report.sparsity:.4f}" in name for name in found)
+    whole = next(name for name in found if "tolerance 1e+12" in name)
+    assert "sparsity 0.5" in whole
+    sc.prune(loose, batches, score="wanda", scope="layer", skip="0")
+    assert found[whole] == pytest.approx(loss_of(loose, batches), rel=1e-5)
+
+
+def test_candidates_are_scored_once_unless_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from secateur.subject import Subject
+
+    calls: list[int] = []
+    real = Subject.facts
+    monkeypatch.setattr(Subject, "facts", lambda *given: calls.append(1) or real(*given))  # type: ignore[func-returns-value]
+    model, batches = classifier()
+    sc.probe(model, batches, order="reverse", skip="0")
+    assert len(calls) == 1
+    calls.clear()
+    model, batches = classifier()
+    sc.probe(model, batches, order="reverse", skip="0", refresh=True)
+    assert len(calls) == 3
+
+
+def accuracy(batches: Batches) -> Any:
+    def evaluate(model: nn.Module) -> float:
+        with torch.no_grad():
+            return 100 * float(torch.cat([model(x).argmax(1) == y for x, y in batches]).float().mean())
+
+    return evaluate
+
+
+@pytest.mark.parametrize("order", ["joint", "reverse"])
+@pytest.mark.parametrize("tune", [False, True, "both"])
+def test_levels_rise_until_quality_falls(order: str, tune: bool | str) -> None:
+    model, batches = classifier()
+    evaluate = accuracy(batches)
+    dense = evaluate(model)
+    report = sc.probe_until(
+        model, batches, evaluate, max_drop=2.0, tolerance=1e6, step=0.15, order=order, tune=tune, skip="0"
+    )
+    assert dense - evaluate(model) <= 2.0
+    assert report.sparsity > 0.2
+    assert report.pruned == sum(int((model.get_parameter(row.name) == 0).sum()) for row in report.tensors)
+    rises = [update.pruned for update in report.updates]
+    assert rises == sorted(rises)
+
+
+@pytest.mark.parametrize("tune", [False, True, "both"])
+def test_a_first_level_that_fails_leaves_the_dense_model(tune: bool | str) -> None:
+    model, batches = classifier()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    quality = iter(range(1000, 0, -100))
+    report = sc.probe_until(model, batches, lambda _: float(next(quality)), tolerance=1e9, tune=tune, start=0.9)
+    assert report.pruned == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_plateau_ends_the_search() -> None:
+    model, batches = classifier()
+    report = sc.probe_until(model, batches, lambda _: 0.0, tolerance=1e9, start=0.05, step=1e-6)
+    assert len(report.updates) == 3  # one that prunes, two that do not
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"order": "random"}, "No order 'random'"),
+        ({"group": 0}, "group is a number of layers"),
+        ({"shrink": 1.0}, "shrink must be in"),
+        ({"tolerance": -0.1}, "tolerance must be at least 0"),
+        ({"exact": True, "tolerance": 0.1}, "knows no tolerance"),
+        ({"exact": True, "order": "reverse", "scope": "model"}, "needs a sparsity for each layer"),
+        ({"tolerances": (0.1,), "order": "reverse"}, "one joint probe"),
+    ],
+)
+def test_what_cannot_be(settings: dict[str, Any], message: str) -> None:
+    model, batches = classifier()
+    with pytest.raises(sc.SecateurError, match=message):
+        sc.probe(model, batches, **settings)
+
+
+def test_levels_that_cannot_be() -> None:
+    model, batches = classifier()
+    for settings, message in (({"start": 0.0}, "start"), ({"tune": "all"}, "tune is")):
+        with pytest.raises(sc.SecateurError, match=message):
+            sc.probe_until(model, batches, lambda _: 0.0, **settings)  # type: ignore[arg-type]

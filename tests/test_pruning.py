@@ -1,0 +1,206 @@
+"""`prune`: exact at every setting, right against references, and better with rounds and repair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import secateur as sc
+from secateur.blocks import find_blocks
+from secateur.calibration import standard_loss
+from secateur.sites import find_sites
+from tests.trained import Tower, classifier, loss_of
+
+AFTER = [name for name in sc.scores() if name not in ("movement", "displacement")]
+
+
+@pytest.mark.parametrize("score", AFTER)
+@pytest.mark.parametrize("scope", ["model", "layer", "row"])
+def test_every_score_in_every_scope_is_exact(score: str, scope: str) -> None:
+    model, batches = classifier()
+    report = sc.prune(model, batches, score=score, sparsity=0.4, scope=scope, skip="0")
+    sizes = [row.numel for row in report.tensors]
+    asked = {
+        "model": round(0.4 * sum(sizes)),
+        "layer": sum(round(0.4 * size) for size in sizes),
+        "row": sum(row.shape[0] * round(0.4 * row.shape[1]) for row in report.tensors),
+    }[scope]
+    assert report.pruned == asked
+    for name, mask in report.masks.items():
+        weight = model.get_parameter(name)
+        assert torch.equal(weight != 0, mask)
+
+
+def test_wanda_is_the_published_rule() -> None:
+    model, batches = classifier()
+    dense = [layer.weight.detach().clone() for layer in model if isinstance(layer, nn.Linear)]
+    states = torch.cat([inputs for inputs, _ in batches])
+    expected = []
+    with torch.no_grad():
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                scores = layer.weight.abs() * states.norm(dim=0)
+                order = scores.argsort(dim=1, stable=True)[:, : round(0.5 * scores.shape[1])]
+                expected.append(torch.ones_like(scores, dtype=torch.bool).scatter_(1, order, False))
+            states = layer(states)
+    report = sc.prune(model, batches, score="wanda", only="*")
+    assert report.scope == "row"
+    for mask, right in zip(report.masks.values(), expected, strict=True):
+        assert torch.equal(mask, right)
+    for weight, before, right in zip((m for m in model if isinstance(m, nn.Linear)), dense, expected, strict=True):
+        assert torch.equal(weight.weight.detach(), before * right)
+
+
+def test_variance_is_a_sort_of_all_scores() -> None:
+    model, batches = classifier()
+    weights = [layer.weight for layer in model if isinstance(layer, nn.Linear)]
+    squares = [torch.zeros_like(weight) for weight in weights]
+    for batch in batches:
+        gradients = torch.autograd.grad(standard_loss(model, batch), weights)
+        squares = [s + g.square() for s, g in zip(squares, gradients, strict=True)]
+    scores = torch.cat(
+        [(w.abs() * (s / len(batches)).sqrt().sqrt()).flatten() for w, s in zip(weights, squares, strict=True)]
+    )
+    right = torch.ones_like(scores, dtype=torch.bool)
+    right[scores.argsort(stable=True)[: round(0.7 * scores.numel())]] = False
+    report = sc.prune(model, batches, sparsity=0.7, only="*")
+    found = torch.cat([mask.flatten() for mask in report.masks.values()])
+    assert int((found != right).sum()) <= 2  # sums of gradients in another order may swap neighbours at the cut
+
+
+@pytest.mark.parametrize(
+    ("settings", "pruned"),
+    [
+        ({"pattern": "2:4", "sparsity": None}, 0.5),
+        ({"pattern": "4:8", "sparsity": None}, 0.5),
+        ({"pattern": "block:4x4", "sparsity": 0.5}, 0.5),
+        ({"allocation": "uniform"}, 0.5),
+        ({"allocation": "erk"}, 0.5),
+        ({"allocation": "depth"}, 0.5),
+        ({"allocation": "lamp"}, 0.5),
+        ({"allocation": "owl"}, 0.5),
+        ({"rounds": 3}, 0.5),
+        ({"reconstruct": True}, 0.5),
+        ({"reconstruct": "every", "rounds": 3}, 0.5),
+        ({"score": "wanda", "reconstruct": True}, 0.5),
+        ({"method": "sparsegpt"}, 0.5),
+        ({"method": "sparsegpt", "pattern": "2:4", "sparsity": None}, 0.5),
+    ],
+)
+def test_patterns_allocations_rounds_and_repair_are_exact(settings: dict[str, Any], pruned: float) -> None:
+    model, batches = classifier()
+    report = sc.prune(model, batches, skip="0", **settings)
+    assert report.pruned == round(pruned * report.prunable)
+    for name, mask in report.masks.items():
+        assert bool((model.get_parameter(name)[~mask] == 0).all())
+    assert report.sparsity == pytest.approx(report.asked, abs=1e-3)
+
+
+def test_rounds_help_and_repair_helps_more() -> None:
+    losses = {}
+    for name, settings in {
+        "one": {},
+        "five": {"rounds": 5},
+        "repaired": {"rounds": 5, "reconstruct": True},
+        "every": {"rounds": 5, "reconstruct": "every"},
+        "sparsegpt": {"method": "sparsegpt"},
+    }.items():
+        model, batches = classifier()
+        sc.prune(model, batches, sparsity=0.7, **settings)
+        losses[name] = loss_of(model, batches)
+    assert losses["every"] < losses["repaired"] < losses["five"]
+    assert losses["every"] < min(losses["sparsegpt"], losses["one"])
+
+
+def test_repair_follows_the_blocks_of_a_model() -> None:
+    torch.manual_seed(0)
+    model = Tower()
+    ids = torch.randint(0, 17, (6, 12))
+    sites, _ = find_sites(model)
+    assert find_blocks(model, ids[:1], standard_loss, sites) == list(model.blocks)
+    before = model(ids).detach()
+    report = sc.prune(model, ids, score="magnitude", sparsity=0.5, reconstruct=True)
+    assert len(report.tensors) == 6
+    assert not [note for note in report.notes if "block" in note]
+    repaired = (model(ids).detach() - before).square().mean()
+    other = Tower()
+    other.load_state_dict(Tower().state_dict())
+    torch.manual_seed(0)
+    other = Tower()
+    sc.prune(other, ids, score="magnitude", sparsity=0.5)
+    assert float(repaired) < 0.7 * float((other(ids).detach() - before).square().mean())
+
+
+def test_a_model_without_blocks_is_repaired_all_the_same() -> None:
+    torch.manual_seed(0)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 5)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.last(self.convolution(images).relu().mean((2, 3)))
+
+    batches = [(torch.randn(4, 3, 6, 6), torch.randint(0, 5, (4,))) for _ in range(3)]
+    report = sc.prune(Two(), batches, reconstruct=True, score="wanda", only="*")
+    assert any("No blocks follow one another" in note for note in report.notes)
+    assert report.sparsity == pytest.approx(0.5, abs=0.05)
+
+
+def test_weights_without_evidence_are_kept_and_said() -> None:
+    torch.manual_seed(0)
+    model, batches = classifier()
+    with torch.no_grad():
+        first = model[0]
+        assert isinstance(first, nn.Linear)
+        first.weight[:8] = 0  # eight units that always give zero ...
+        assert first.bias is not None
+        first.bias[:8] = 0  # ... so that what reads them has no gradient
+    report = sc.prune(model, batches, sparsity=0.6, skip="0")
+    assert bool(report.masks["2.weight"][:, :8].all())
+    assert any("384 weights without evidence" in note and "2.weight (384)" in note for note in report.notes)
+    assert report.pruned == round(0.6 * report.prunable)
+
+
+def test_frozen_models_are_pruned_and_stay_frozen() -> None:
+    model, batches = classifier()
+    model.requires_grad_(False)
+    assert sc.prune(model, batches, skip="0").sparsity == pytest.approx(0.5, abs=1e-3)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"score": "movement"},
+            "needs movement_sum, which only training can tell. Scores that work here: bi",
+        ),
+        ({"rounds": 0}, "rounds is how many times"),
+        ({"reconstruct": "twice"}, "reconstruct is False, True or 'every'"),
+        ({"method": "obc"}, "No method 'obc'"),
+        ({"method": "sparsegpt", "scope": "row"}, "has its own scope"),
+        ({"method": "sparsegpt", "pattern": "block:2x2"}, "knows n:m patterns"),
+        ({"sparsity": 1.5}, "Sparsity is the fraction"),
+        ({"skip": "*"}, "Nothing to prune"),
+    ],
+)
+def test_what_cannot_be(settings: dict[str, Any], message: str) -> None:
+    model, batches = classifier()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(sc.SecateurError, match=message):
+        sc.prune(model, batches, **settings)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_report_renders() -> None:
+    model, batches = classifier()
+    report = sc.prune(model, batches, rounds=2, reconstruct=True)
+    assert "Calibrated on 12 batches" in str(report)
+    assert "Spent: gradients" in report.to_markdown()
+    assert '"stages"' in report.to_json()
+    assert "masks" not in report.to_json().replace("mask_bytes", "")
