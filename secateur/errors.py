@@ -31,3 +31,11 @@ class ShardError(SecateurError):
 
 class StateError(SecateurError):
     """A saved state that does not belong to this model."""
+
+
+class ModelError(SecateurError):
+    """A model that cannot be loaded or saved, or that cannot do what is asked of it."""
+
+
+class TextError(SecateurError):
+    """Text that cannot be read, is too short, or serves both to calibrate and to evaluate."""
