@@ -12,6 +12,7 @@ from pathlib import Path
 from secateur.bench import NAMES
 from secateur.bench.demo import load_demo, training_steps
 from secateur.errors import SecateurError
+from secateur.jobs import add_probe, add_prune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("--out", type=Path, default=Path("report.html"), help="where the page goes (report.html)")
     demo.add_argument("--steps", type=training_steps, help="training steps of each run (450)")
     demo.set_defaults(run=_demo)
+    add_prune(commands.add_parser("prune", help="prune a trained model, judge it on other text, save it"))
+    add_probe(commands.add_parser("probe", help="prune only what the gradients agree to (GradProbe)"))
     _add_benchmarks(commands.add_parser("bench", help="measure, print a table, record every sample"))
     options = parser.parse_args(arguments)
     options.invocation = shlex.join(["secateur", *arguments])

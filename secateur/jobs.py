@@ -1,0 +1,151 @@
+"""`secateur prune` and `secateur probe`: load, calibrate, prune, judge on other text, report, save."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secateur import hf
+from secateur.errors import SecateurError, TextError
+from secateur.page import render
+from secateur.probing import ORDERS, probe
+from secateur.progress import Stages
+from secateur.pruning import prune
+from secateur.recipe import NAMED, RECOMMENDED, read_recipe
+from secateur.report import Outcome
+from secateur.schedules import check_sparsity
+from secateur.tiles import parse_pattern
+
+# Context and windows that calibrate and evaluate, unless told: what takes minutes on such a device.
+SIZES = {"cuda": (1024, 128, 256), "cpu": (256, 16, 16)}
+HARNESS = "lm-eval:"
+SOURCES = "a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT] or builtin"
+
+
+def add_shared(parser: argparse.ArgumentParser) -> None:
+    """What both commands take."""
+    parser.add_argument("model", help="a folder, a name on the Hugging Face hub, or smollm2")
+    parser.add_argument("--data", default="builtin", help=f"text that calibrates: {SOURCES} (builtin)")
+    parser.add_argument("--eval-data", help="text that evaluates (what follows the calibration in --data)")
+    parser.add_argument("--sparsity", type=float, help="share of the prunable weights that goes (0.5)")
+    parser.add_argument("--context", type=int, help="tokens in a window")
+    parser.add_argument("--calibration", type=int, metavar="N", help="windows that calibrate")
+    parser.add_argument("--evaluation", type=int, metavar="N", help="windows that evaluate")
+    parser.add_argument("--batch", type=int, default=1, help="windows at a time (1)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (as stored)")
+    parser.add_argument("--eval", metavar="lm-eval:TASKS", help="tasks of EleutherAI's harness too, before and after")
+    parser.add_argument("--out", type=Path, help="folder for the pruned model, its masks and report (pruned-MODEL)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it is there")
+
+
+def add_prune(parser: argparse.ArgumentParser) -> None:
+    add_shared(parser)
+    parser.add_argument("--recipe", default=RECOMMENDED, help=f"{', '.join(NAMED)}, or a .toml file ({RECOMMENDED})")
+    parser.add_argument("--pattern", help="2:4, 4:8, block:RxC: shape of the zeros")
+    parser.set_defaults(run=run_prune)
+
+
+def add_probe(parser: argparse.ArgumentParser) -> None:
+    add_shared(parser)
+    parser.add_argument("--score", default="wanda", help="that proposes candidates (wanda)")
+    parser.add_argument("--order", choices=ORDERS, default="joint", help="all layers at once, or one after another")
+    parser.add_argument("--group", default="1", help="layers probed together: a number, or block (1)")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="by how much a gradient may grow (0)")
+    parser.add_argument("--shrink", type=float, default=0.1, help="what candidates are multiplied with (0.1)")
+    parser.add_argument("--exact", action="store_true", help="meet the sparsity: rank candidates by gradient growth")
+    parser.set_defaults(run=run_probe)
+
+
+def run_prune(options: argparse.Namespace) -> int:
+    """The command `secateur prune`."""
+    recipe = asdict(read_recipe(options.recipe))
+    recipe |= {"pattern": options.pattern} if options.pattern else {}
+    pattern = parse_pattern(recipe["pattern"])
+    follows = pattern is not None and pattern.sparsity is not None
+    sparsity = 0.5 if options.sparsity is None and not follows else options.sparsity
+
+    def work(model: Any, batches: list[Tensor]) -> Outcome:
+        return prune(model, batches, sparsity=sparsity, progress=True, **recipe)
+
+    return _run(options, work)
+
+
+def run_probe(options: argparse.Namespace) -> int:
+    """The command `secateur probe`."""
+    group = options.group if options.group == "block" else int(options.group)
+
+    def work(model: Any, batches: list[Tensor]) -> Outcome:
+        return probe(
+            model, batches, score=options.score, sparsity=0.5 if options.sparsity is None else options.sparsity,
+            order=options.order, group=group, tolerance=options.tolerance, shrink=options.shrink, exact=options.exact,
+            progress=True,
+        )  # fmt: skip
+
+    return _run(options, work)
+
+
+def _run(options: argparse.Namespace, work: Callable[[Any, list[Tensor]], Outcome]) -> int:
+    if options.sparsity is not None:
+        check_sparsity(options.sparsity)
+    if options.eval and not options.eval.startswith(HARNESS):
+        raise SecateurError(f"--eval {options.eval} is not known. Write {HARNESS}TASK or {HARNESS}TASK,TASK.")
+    tasks = options.eval.removeprefix(HARNESS).split(",") if options.eval else []
+    there = torch.cuda.is_available()
+    if options.device == "cuda" and not there:
+        raise SecateurError("--device cuda: there is no CUDA device here. Use --device cpu.")
+    device = "cuda" if there and options.device != "cpu" else "cpu"
+    folder = options.out or Path(f"pruned-{Path(options.model).name}")
+    if folder.exists() and any(folder.iterdir()) and not options.overwrite:
+        raise SecateurError(f"{folder} is there already. Name another with --out, or pass --overwrite.")
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    stages = Stages(torch.device(device), show=True)
+    with stages.stage("load"):
+        model, tokenizer = hf.load(options.model, dtype=dtype, device=device)
+    calibration, evaluation = _texts(options, tokenizer, device)
+    hf.check_context(model, calibration.shape[1])
+    found = []
+    for when in ("before", "after"):
+        if when == "after":
+            outcome = work(model, list(calibration.split(options.batch)))
+        with stages.stage(f"perplexity {when}", len(evaluation)) as tick:
+            figure = hf.perplexity(model, evaluation, batch=options.batch, progress=lambda *_: tick())
+        found.append((f"perplexity {when}, context {calibration.shape[1]}, held-out text", figure))
+        if tasks:
+            found += [(f"{name} {when}", value) for name, value in hf.lm_eval(model, tokenizer, tasks).items()]
+    outcome = replace(outcome, found=(*found, *outcome.found), stages=(*stages.done, *outcome.stages))
+    title = f"{options.model} pruned to {outcome.sparsity:.1%}"
+    texts = {"report.md": f"# {title}\n\n{outcome.to_markdown()}\n", "report.json": outcome.to_json() + "\n"}
+    texts |= {"report.html": render(title, outcome)}
+    hf.save(model, tokenizer, folder, outcome.masks, texts, overwrite=options.overwrite)
+    print(f"{outcome}\n\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html")
+    return 0
+
+
+def _texts(options: argparse.Namespace, tokenizer: Any, device: str) -> tuple[Tensor, Tensor]:
+    """Windows that calibrate and windows that evaluate; never the same text."""
+    context, some, others = SIZES[device]
+    told = options.context, options.calibration, options.evaluation
+    if None in told:
+        print(
+            f"secateur: {device}, so by default windows of {context} tokens, {some} that calibrate and {others} that"
+            " evaluate (--context, --calibration, --evaluation)",
+            file=sys.stderr,
+        )
+    context, some, others = (mine or usual for mine, usual in zip(told, (context, some, others), strict=True))
+    text = hf.read_text(options.data)
+    if options.eval_data is None:
+        return hf.split(hf.windows(tokenizer, text, context, some + others), some, others)
+    if options.eval_data == options.data:
+        raise TextError("--eval-data is the text of --data. Leave it out: what follows the calibration evaluates.")
+    calibration = hf.windows(tokenizer, text, context, some)
+    evaluation = hf.windows(tokenizer, hf.read_text(options.eval_data), context, others)
+    hf.check_apart(calibration, evaluation)
+    return calibration, evaluation
