@@ -1,0 +1,137 @@
+"""Models of Hugging Face of every kind: found, measured, pruned and repaired without knowing their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import secateur as sc
+from secateur.blocks import find_blocks
+from secateur.calibration import standard_loss
+from secateur.sites import find_sites
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+IDS = torch.randint(0, 60, (4, 12), generator=torch.Generator().manual_seed(1))
+
+
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, num_experts_per_tok=2, vocab_size=64,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    return transformers.MixtralForCausalLM(config)
+
+
+def causal(kind: str) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **more)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(n_embd=16, n_layer=3, n_head=2, n_positions=32, vocab_size=64)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> Any:
+    config = transformers.BertConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, vocab_size=64
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def resnet() -> Any:
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5
+    )
+    return transformers.ResNetForImageClassification(config)
+
+
+def batches(name: str) -> Any:
+    if name == "bert":
+        return [{"input_ids": row, "labels": row} for row in IDS.split(2)]
+    if name == "resnet":
+        draw = torch.Generator().manual_seed(0)
+        return [
+            {"pixel_values": torch.randn(2, 3, 32, 32, generator=draw), "labels": torch.tensor([0, 3])} for _ in "ab"
+        ]
+    return IDS
+
+
+MODELS = {
+    "llama": lambda: causal("Llama"), "qwen3": lambda: causal("Qwen3"), "gemma2": lambda: causal("Gemma2"),
+    "gpt2": gpt2, "mixtral": mixtral, "bert": bert, "resnet": resnet,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"score": "wanda"},
+        {"rounds": 2},
+        {"score": "wanda", "reconstruct": True},
+        {"method": "sparsegpt"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_every_kind_is_pruned_exactly(name: str, settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    cache = getattr(model.config, "use_cache", None)
+    report = sc.prune(model, batches(name), **settings)
+    if report.scope == "model":
+        assert report.pruned == round(0.5 * report.prunable)
+    assert report.sparsity == pytest.approx(0.5, abs=0.02)
+    for weight, mask in ((model.get_parameter(key), mask) for key, mask in report.masks.items()):
+        assert bool((weight[~mask] == 0).all())
+        assert bool(weight.isfinite().all())
+    assert getattr(model.config, "use_cache", None) == cache
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("llama", 3), ("qwen3", 3), ("gemma2", 3), ("gpt2", 3), ("bert", 3), ("mixtral", 2)]
+)
+def test_blocks_are_found_by_watching(name: str, blocks: int) -> None:
+    model = MODELS[name]()
+    sites, _ = find_sites(model)
+    first = batches(name)
+    first = first[:1] if isinstance(first, torch.Tensor) else first[0]
+    assert len(find_blocks(model, first, standard_loss, sites)) == blocks
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "bert"])
+def test_the_probe_of_every_kind(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    report = sc.probe(model, batches(name), order="reverse", group="block", tolerance=0.5)
+    assert 0 < report.sparsity <= 0.5
+
+
+def test_experts_without_tokens_are_not_taken_for_useless() -> None:
+    torch.manual_seed(0)
+    model = mixtral()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.zero_()
+            layer.mlp.gate.weight[:2] = 1.0  # the last two experts are never chosen ...
+            layer.mlp.gate.weight[2:] = -1.0
+    inputs = IDS
+    report = sc.prune(model, inputs, sparsity=0.3, skip="*self_attn*")
+    for name, mask in report.masks.items():
+        used = [bool((~mask[expert]).any()) for expert in range(4)]
+        assert sum(used) < 4 or "experts" not in name  # ... or else the first two
+    assert any("without evidence" in note for note in report.notes)
+
+
+def test_tied_heads_are_left_alone_and_context_is_free() -> None:
+    model = gpt2()
+    report = sc.prune(model, IDS[:, :7])
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert bool((model.lm_head.weight != 0).all())
+    assert not any("wte" in row.name for row in report.tensors)
