@@ -7,7 +7,7 @@ off and normalisation frozen; afterwards modes, gradients and flags are as they 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -29,6 +29,7 @@ GRADIENT_FACTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gradient_max": lambda most, g: torch.maximum(most, g.abs(), out=most),
 }
 MEANS = ("exp_avg", "exp_avg_sq", "gradient")
+CHUNK = 1 << 23  # numbers rounded by chance at a time
 
 
 def draw(batches: Iterable[Batch] | Tensor, limit: int | None = None) -> list[Batch]:
@@ -125,7 +126,10 @@ def quiet(model: nn.Module, trained: Collection[nn.Parameter] = ()) -> Iterator[
 
 
 class Gradients:
-    """Statistics of gradients, gathered inside a `with`: each gradient is folded in and freed the moment it exists."""
+    """Statistics of gradients, gathered inside a `with`: each gradient is folded in and freed the moment it exists.
+
+    Kept in bf16, sums are rounded up or down by chance, so that what is small beside them still counts on average.
+    """
 
     def __init__(self, sites: Sequence[Site], wanted: Collection[str], dtype: torch.dtype = torch.float32) -> None:
         self._sites, self._wanted = sites, [name for name in GRADIENT_FACTS if name in wanted]
@@ -133,6 +137,7 @@ class Gradients:
         self.facts: dict[str, dict[str, Tensor]] = {
             site.name: {name: torch.zeros_like(site.parameter, dtype=dtype) for name in self._wanted} for site in sites
         }
+        self._draw = {device: torch.Generator(device).manual_seed(0) for device in {s.parameter.device for s in sites}}
 
     def __enter__(self) -> Gradients:
         self._handles = [
@@ -150,9 +155,17 @@ class Gradients:
             parameter.grad = None
             assert gradient is not None
             for name, statistic in facts.items():
-                GRADIENT_FACTS[name](statistic, gradient.to(statistic.dtype))
+                if statistic.dtype == torch.float32 or name not in MEANS:
+                    GRADIENT_FACTS[name](statistic, gradient.to(statistic.dtype))
+                else:
+                    self._fold_rounded(name, statistic, gradient)
 
         return hook
+
+    def _fold_rounded(self, name: str, statistic: Tensor, gradient: Tensor) -> None:
+        parts = zip(statistic.view(-1).split(CHUNK), gradient.reshape(-1).split(CHUNK), strict=True)
+        for kept, new in parts:
+            kept.copy_(rounded_by_chance(GRADIENT_FACTS[name](kept.float(), new.float()), self._draw[kept.device]))
 
     def finish(self) -> None:
         """Sums become means."""
@@ -160,6 +173,14 @@ class Gradients:
             for name in MEANS:
                 if name in facts:
                     facts[name].div_(self.batches)
+
+
+def rounded_by_chance(values: Tensor, draw: torch.Generator) -> Tensor:
+    """fp32 numbers that are exact in bf16: either neighbour, the nearer one likelier. Overwrites what it is given."""
+    bits = values.view(torch.int32)
+    bits += torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=draw)
+    bits &= -(1 << 16)
+    return values
 
 
 def gather_gradients(
@@ -170,14 +191,16 @@ def gather_gradients(
     *,
     loss: Loss = standard_loss,
     dtype: torch.dtype = torch.float32,
+    watch: AbstractContextManager[Any] | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, Tensor]]:
-    """Facts of each site by name, from one backward pass for every batch."""
+    """Facts of each site by name, from one backward pass for every batch; `watch` stands around the forward passes."""
     device = device_of(model)
     trained, gathering = [site.parameter for site in sites], Gradients(sites, wanted, dtype)
     with quiet(model, trained), torch.enable_grad(), gathering as found:
         for batch in batches:
-            value = loss(model, to_device(batch, device))
+            with watch or nullcontext():
+                value = loss(model, to_device(batch, device))
             if value.numel() != 1 or not value.requires_grad:
                 raise FactError(
                     f"The loss must be one number that depends on the weights; it is of shape {tuple(value.shape)}"

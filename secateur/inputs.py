@@ -186,26 +186,28 @@ def _each(value: Any, dims: int) -> list[int]:
 def gather_inputs(
     model: nn.Module,
     batches: Sequence[Batch],
-    sites: Sequence[Site],
+    watch: Inputs,
     *,
     forward: Callable[[nn.Module, Batch], Any],
-    products: bool = False,
     tick: Callable[[], None] = lambda: None,
-) -> Inputs:
+) -> None:
     """One forward pass for every batch, watched."""
     device = device_of(model)
-    with quiet(model), torch.no_grad(), Inputs(sites, products) as found:
+    with quiet(model), torch.no_grad(), watch:
         for batch in batches:
             forward(model, to_device(batch, device))
             tick()
-    if missing := unseen(found, sites):
+
+
+def check_seen(watch: Inputs, sites: Collection[Site]) -> None:
+    """Refuse when a site took no part."""
+    if missing := unseen(watch, sites):
         raise FactError(
             f"Nothing was multiplied with {', '.join(map(repr, missing[:3]))} while the batches ran through the model,"
             " so nothing is known of its inputs. Leave it out with skip=..., or use a score that reads gradients."
         )
-    return found
 
 
-def unseen(found: Inputs, sites: Collection[Site]) -> list[str]:
+def unseen(watch: Inputs, sites: Collection[Site]) -> list[str]:
     """Sites that took no part."""
-    return [site.name for site in sites if site.name not in found.squares]
+    return [site.name for site in sites if site.name not in watch.squares]

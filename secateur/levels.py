@@ -15,7 +15,7 @@ from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.sites import Globs
 from secateur.subject import Subject, scope_for, selector
-from secateur.veto import Probe, Trial, agrees
+from secateur.veto import Probe, Trial
 
 TRIES = 7  # tolerances that are tried when a level fails: none, then ever closer to the largest that will do
 PLATEAU = 2  # levels in a row that may prune nothing more
@@ -43,6 +43,7 @@ def probe_until(
     skip: Globs = (),
     only: Globs | None = None,
     limit: int | None = None,
+    memory: str | int | None = None,
     progress: bool = False,
 ) -> Outcome:
     """Probe at `start`, then at `step` more, and so on, while `evaluate(model)` (higher is better, on data that is not
@@ -60,7 +61,7 @@ def probe_until(
     chosen = resolve(score)
     scope = scope_for(chosen, scope, None, None)
     _, select = selector(chosen, scope, None, None, start)
-    subject = Subject(model, batches, loss=loss, skip=skip, only=only, limit=limit, progress=progress)
+    subject = Subject(model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, progress=progress)
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     search = _Search(work, Wardrobe(subject), evaluate, max_drop, tune, refresh)
     search.run(start, step, tolerance)
@@ -153,6 +154,6 @@ class _Search:
         if both:
             self.work.level(self.levels[-1], tolerance, self.refresh)
         if trials and not both:
-            self.work.hold({t.number: t.candidates & agrees(t.old, t.new, tolerance) for t in trials})
+            self.work.hold({t.number: t.going(tolerance) for t in trials})
         else:
             self.work.level(level, tolerance, self.refresh)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
+from secateur.bits import as_bool
 from secateur.calibration import Batch, Loss, device_of, quiet, to_device
 from secateur.errors import PatternError, ScheduleError
 from secateur.registry import Score, resolve
@@ -16,18 +17,19 @@ from secateur.report import Outcome
 from secateur.sites import Globs
 from secateur.subject import Subject, scope_for, selector
 from secateur.tiles import parse_pattern
-from secateur.veto import Probe, agrees
+from secateur.veto import Probe
 
 ORDERS = ("joint", "reverse", "forward", "size")
 Metric = Callable[[nn.Module], float]
+JUDGED = 16  # batches the loss is taken over when no other measure is given
 EXACT_POOL = 1.25  # candidates for each weight that is to go, when they are ranked by growth
 
 
 def mean_loss(subject: Subject) -> float:
-    """The loss over the subject's own batches."""
-    device = device_of(subject.model)
+    """The loss over the first of the subject's own batches: something to compare masks by, no measure of quality."""
+    device, some = device_of(subject.model), subject.batches[:JUDGED]
     with quiet(subject.model), torch.no_grad():
-        losses = [float(subject.loss(subject.model, to_device(batch, device))) for batch in subject.batches]
+        losses = [float(subject.loss(subject.model, to_device(batch, device))) for batch in some]
     return sum(losses) / len(losses)
 
 
@@ -64,7 +66,8 @@ class Wardrobe:
 def alone(work: Probe, wardrobe: Wardrobe, what: str, metric: Metric) -> tuple[str, float]:
     """The score without the veto at the sparsity that was achieved with it: what it is named, and its figure."""
     with wardrobe.dense():
-        masks = work.masks_at(work.subject.sparsity, anew=True)
+        kept = work.kept_at(work.subject.sparsity, anew=True)
+    masks = [as_bool(mask, site.parameter.shape) for mask, site in zip(kept, work.subject.sites, strict=True)]
     with wardrobe.wearing(masks):
         name = f"{what}{work.score.name} alone at sparsity {share_gone(masks):.4f}"
         return name, metric(work.subject.model)
@@ -96,6 +99,7 @@ def probe(
     skip: Globs = (),
     only: Globs | None = None,
     limit: int | None = None,
+    memory: str | int | None = None,
     progress: bool = False,
 ) -> Outcome:
     """Prune what a score proposes and the gradients agree to (GradProbe).
@@ -116,7 +120,7 @@ def probe(
     if tolerances and order != "joint":
         raise PatternError("tolerances are tried on the gradients of one joint probe; use order='joint'.")
     wanted, select = selector(chosen, scope, shape, allocation, sparsity)
-    subject = Subject(model, batches, loss=loss, skip=skip, only=only, limit=limit, progress=progress)
+    subject = Subject(model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, progress=progress)
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     metric = evaluate or (lambda _: mean_loss(subject))
     what = "" if evaluate else "loss on the batches, "
@@ -129,7 +133,7 @@ def probe(
     found.append((f"{what}after", metric(model)))
     found.append(alone(work, wardrobe, what, metric))
     for other in tolerances:
-        worn = [~(t.candidates & agrees(t.old, t.new, other)) for t in trials]
+        worn = [~trial.going(other) for trial in trials]
         with wardrobe.wearing(worn):
             found.append((f"{what}tolerance {other:g}, sparsity {share_gone(worn):.4f}", metric(model)))
     return subject.outcome(

@@ -39,6 +39,7 @@ def prune(
     only: Globs | None = None,
     method: str | None = None,
     limit: int | None = None,
+    memory: str | int | None = None,
     progress: bool = False,
 ) -> Outcome:
     """Prune a trained model in place to exactly this sparsity, and say what was done.
@@ -56,7 +57,7 @@ def prune(
         raise ScheduleError(f"rounds is how many times to measure and select, at least 1; got {rounds!r}.")
     if reconstruct not in (False, True, "every"):
         raise ScheduleError(f"reconstruct is False, True or 'every', not {reconstruct!r}.")
-    settings = {"loss": loss, "skip": skip, "only": only, "limit": limit, "progress": progress}
+    settings = {"loss": loss, "skip": skip, "only": only, "limit": limit, "memory": memory, "progress": progress}
     if method is not None:
         if method != SPARSEGPT:
             raise PatternError(f"No method {method!r}. Use {SPARSEGPT!r}, or None and a score.")

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from secateur.blocks import enter, find_blocks
+from secateur.blocks import enter
 from secateur.calibration import quiet
-from secateur.inputs import Inputs, gather_inputs, unseen
+from secateur.inputs import Inputs, check_seen, gather_inputs, unseen
 from secateur.reconstruction import DAMPING, cheapest, damped, groups_of, inverse_factor, solve, sweep
 from secateur.sites import Site
 from secateur.subject import Subject
@@ -31,7 +31,7 @@ def as_matrices(tensor: Tensor, layout: Layout, count: int) -> list[Tensor]:
 def through(subject: Subject, name: str, work: Work) -> None:
     """Do this work on every site, in the order data passes them."""
     model, sites, batches = subject.model, subject.sites, subject.batches
-    blocks = find_blocks(model, batches[0], subject.loss, sites)
+    blocks = subject.blocks
     with subject.stages.stage(name, max(1, len(blocks))) as tick:
         done: set[str] = set()
         if blocks:
@@ -52,7 +52,10 @@ def through(subject: Subject, name: str, work: Work) -> None:
                 subject.notes["blocks"] = f"{len(rest)} layers outside the blocks were done after them, all at once."
             else:
                 subject.notes["blocks"] = "No blocks follow one another in this model: all layers were done at once."
-            _work_on(rest, gather_inputs(model, batches, rest, forward=subject.loss, products=True), work)
+            watch = Inputs(rest, products=True)
+            gather_inputs(model, batches, watch, forward=subject.loss)
+            check_seen(watch, rest)
+            _work_on(rest, watch, work)
             tick()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,10 +12,11 @@ from torch import Tensor, nn
 
 from secateur import kernels
 from secateur.bits import as_bool, packed_bytes
+from secateur.blocks import find_blocks
 from secateur.calibration import GRADIENT_FACTS, Batch, Loss, device_of, draw, gather_gradients, standard_loss
 from secateur.errors import FactError, ShardError, SiteError
 from secateur.facts import target_of
-from secateur.inputs import gather_inputs
+from secateur.inputs import Inputs, check_seen, gather_inputs
 from secateur.masks import Held
 from secateur.patterns import Selection, Target, check_choice, choose
 from secateur.progress import Stages
@@ -21,6 +24,7 @@ from secateur.registry import Score, resolve, scores
 from secateur.report import Outcome, TensorRow, Update
 from secateur.shards import is_sharded, unwrap
 from secateur.sites import VECTOR, Globs, Site, find_sites
+from secateur.thrift import Thrift, as_bytes, made_again, plan
 from secateur.tiles import Pattern
 
 Facts = dict[str, dict[str, Any]]  # of every site, by name
@@ -42,9 +46,11 @@ class Subject:
         skip: Globs = (),
         only: Globs | None = None,
         limit: int | None = None,
+        memory: str | int | None = None,
         progress: bool = False,
     ) -> None:
-        self.model = unwrap(model)
+        self.model, self._memory = unwrap(model), as_bytes(memory)
+        self._thrift: dict[tuple[int, int], Thrift] = {}
         flags = [(p, p.requires_grad) for p in self.model.parameters()]
         try:
             self.model.requires_grad_(True)  # what was frozen for training may be pruned all the same
@@ -79,22 +85,53 @@ class Subject:
             site.name: {"weight": site.parameter.detach(), **{k: v for k, v in fixed.items() if k in wanted}}
             for site in self.sites
         }
+        watch = Inputs(self.sites) if "input_norm" in wanted else None
         if gradients := wanted & GRADIENT_FACTS.keys():
-            for name, facts in self.gradients(gradients).items():
+            for name, facts in self.gradients(gradients, watch=watch).items():
                 found[name] |= facts
-        if "input_norm" in wanted:
+        elif watch is not None:
             with self.stages.stage("inputs", len(self.batches)) as tick:
-                seen = gather_inputs(self.model, self.batches, self.sites, forward=self.loss, tick=tick)
+                gather_inputs(self.model, self.batches, watch, forward=self.loss, tick=tick)
+        if watch is not None:
+            check_seen(watch, self.sites)
             for site in self.sites:
-                found[site.name] |= {"input_norm": seen.norms(site), "tokens": seen.seen(site)}
+                found[site.name] |= {"input_norm": watch.norms(site), "tokens": watch.seen(site)}
         return found
 
-    def gradients(self, wanted: Iterable[str], sites: list[Site] | None = None) -> dict[str, dict[str, Tensor]]:
-        """Statistics of gradients, of all sites or of some."""
-        with self.stages.stage("gradients", len(self.batches)) as tick:
-            return gather_gradients(
-                self.model, self.batches, self.sites if sites is None else sites, set(wanted), loss=self.loss, tick=tick
-            )
+    def gradients(
+        self, wanted: Collection[str], sites: Sequence[Site] | None = None, watch: Inputs | None = None
+    ) -> dict[str, dict[str, Tensor]]:
+        """Statistics of gradients, of all sites or of some, in as many passes as memory asks for; in the first, inputs
+        may be watched too."""
+        sites = self.sites if sites is None else sites
+        thrift = self.thrift(sites, len(wanted))
+        found: dict[str, dict[str, Tensor]] = {}
+        again = made_again(self.blocks) if thrift.again else nullcontext()
+        with self.stages.stage("gradients", thrift.passes * len(self.batches)) as tick, again:
+            for group in thrift.groups(sites):
+                mine = gather_gradients(
+                    self.model, self.batches, group, wanted, loss=self.loss, dtype=thrift.dtype, watch=watch, tick=tick
+                )
+                watch = None
+                if thrift.aside:
+                    mine = {name: {k: v.to("cpu") for k, v in facts.items()} for name, facts in mine.items()}
+                found |= mine
+        return {site.name: found[site.name] for site in sites}
+
+    def thrift(self, sites: Sequence[Site], statistics: int) -> Thrift:
+        """How to gather so many statistics of these sites; worked out once for each case."""
+        case = sum(site.parameter.numel() for site in sites), statistics
+        if case not in self._thrift:
+            found = plan(self.model, self.batches[0], self.loss, sites, self.blocks, self._memory, statistics)
+            self._thrift[case] = found
+            if found.reason:
+                self.notes["memory"] = found.reason
+        return self._thrift[case]
+
+    @cached_property
+    def blocks(self) -> list[nn.Module]:
+        """Parts of the model that follow one another, if any."""
+        return find_blocks(self.model, self.batches[0], self.loss, self.sites)
 
     def targets(self, score: Score, facts: Facts, anew: bool = False) -> list[Target]:
         """Every site as a selection sees it, with its masks or `anew`. Weights nothing is known about come last, and

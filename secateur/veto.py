@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from secateur.bits import to_bits
-from secateur.blocks import find_blocks
+from secateur.bits import as_bool, to_bits
 from secateur.errors import PatternError
 from secateur.facts import UNKNOWN, target_of
 from secateur.patterns import Selection, Target
@@ -35,12 +34,22 @@ def growth(old: Tensor, new: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Trial:
-    """Candidates of one site (True = candidate), and its gradients before and after they were shrunk."""
+    """Candidates of one site (True = candidate, bools or bits), and its gradients before and after they shrank."""
 
     number: int
+    shape: torch.Size
     candidates: Tensor
     old: Tensor
     new: Tensor
+
+    def bools(self) -> Tensor:
+        """The candidates in the weight's shape."""
+        return as_bool(self.candidates, self.shape)
+
+    def going(self, tolerance: float) -> Tensor:
+        """Candidates that the veto lets go."""
+        device = self.candidates.device
+        return self.bools() & agrees(self.old.to(device), self.new.to(device), tolerance)
 
 
 class Probe:
@@ -52,42 +61,57 @@ class Probe:
         self.subject, self.score, self._select = subject, score, select
         self.shrink, self.order, self.group = shrink, order, group
         self._facts: Facts | None = None
+        self._old: dict[str, Tensor] = {}  # gradients that came with the facts, until they are used
 
     def facts(self, refresh: bool = False) -> Facts:
-        """What the score reads; gathered once, unless it is to be refreshed."""
+        """What the score reads; gathered once, unless it is to be refreshed. A joint probe wants all gradients of the
+        same model anyway: they come from the same sweep."""
         if self._facts is None or refresh:
-            self._facts = self.subject.facts(self.score)
+            more = {STATISTIC} if self.order == "joint" else set()
+            self._facts = self.subject.facts(self.score, more)
+            self._old = {name: facts.pop(STATISTIC) for name, facts in self._facts.items() if more}
         return self._facts
 
     @torch.no_grad()
-    def masks_at(self, sparsity: float, refresh: bool = False, anew: bool = False) -> list[Tensor]:
-        """What the score alone would keep at this sparsity, as bools; what is gone already stays gone, unless it is to
-        choose `anew`."""
+    def kept_at(self, sparsity: float, refresh: bool = False, anew: bool = False) -> list[Tensor]:
+        """Flat masks of what the score alone would keep at this sparsity; what is gone already stays gone, unless it is
+        to choose `anew`."""
         targets = self.subject.targets(self.score, self.facts(refresh), anew)
-        chosen = self._select(targets, sparsity, False).masks
-        return [m.view(site.parameter.shape) for m, site in zip(chosen, self.subject.sites, strict=True)]
+        return self._select(targets, sparsity, self.subject.held.packed).masks
 
     def candidates(self, sparsity: float, refresh: bool = False) -> list[Tensor]:
-        """Living weights the score would remove."""
-        held = self.subject.held
-        return [held.bools(n) & ~mask for n, mask in enumerate(self.masks_at(sparsity, refresh))]
+        """Living weights the score would remove, as flat masks."""
+        held, found = self.subject.held, []
+        for number, mask in enumerate(self.kept_at(sparsity, refresh)):
+            going = held.bools(number) & ~as_bool(mask, held.shapes[number])
+            found.append(self._flat(going))
+        return found
+
+    def _flat(self, mask: Tensor) -> Tensor:
+        return to_bits(mask.reshape(-1)) if self.subject.held.packed else mask.reshape(-1)
 
     def trials(self, numbers: Sequence[int], candidates: Sequence[Tensor]) -> list[Trial]:
         """Gradients of these sites as they are, and with their candidates shrunk. Weights are as before afterwards, to
         the bit: only the candidates' values were kept, in their own type."""
-        sites = [self.subject.sites[n] for n in numbers]
-        old = self.subject.gradients({STATISTIC}, sites)
-        weights = [site.parameter.detach() for site in sites]
-        values = [weight[candidates[n]] for weight, n in zip(weights, numbers, strict=True)]
+        subject, sites = self.subject, [self.subject.sites[n] for n in numbers]
+        old = self._old or {n: facts[STATISTIC] for n, facts in subject.gradients({STATISTIC}, sites).items()}
+        self._old = {}
+        aside = next(iter(old.values())).device  # where there is room for statistics, there is for values
+        values: list[Tensor] = []
         try:
-            for weight, value, n in zip(weights, values, numbers, strict=True):
-                weight[candidates[n]] = value * self.shrink
-            new = self.subject.gradients({STATISTIC}, sites)
+            for site, n in zip(sites, numbers, strict=True):
+                weight, chosen = site.parameter.detach(), as_bool(candidates[n], site.parameter.shape)
+                values.append(weight[chosen].to(aside))
+                weight[chosen] *= self.shrink
+            new = subject.gradients({STATISTIC}, sites)
         finally:
-            for weight, value, n in zip(weights, values, numbers, strict=True):
-                weight[candidates[n]] = value
-        found = zip(numbers, sites, strict=True)
-        return [Trial(n, candidates[n], old[s.name][STATISTIC], new[s.name][STATISTIC]) for n, s in found]
+            for site, value, n in zip(sites, values, numbers, strict=False):
+                weight = site.parameter.detach()
+                weight[as_bool(candidates[n], weight.shape)] = value.to(weight.device)
+        return [
+            Trial(n, site.parameter.shape, candidates[n], old[site.name], new[site.name][STATISTIC])
+            for n, site in zip(numbers, sites, strict=True)
+        ]
 
     def groups(self) -> list[list[int]]:
         """Sites that are probed together, in the order they are."""
@@ -108,7 +132,7 @@ class Probe:
     def _blocks(self) -> list[list[int]]:
         """The sites of every block of the model; those outside of all are the last group."""
         subject = self.subject
-        blocks = find_blocks(subject.model, subject.batches[0], subject.loss, subject.sites)
+        blocks = subject.blocks
         if not blocks:
             raise PatternError("No blocks follow one another in this model. Use group=1, or another number of layers.")
         inside = [{id(parameter) for parameter in block.parameters()} for block in blocks]
@@ -124,8 +148,7 @@ class Probe:
 
     def wear(self, masks: Sequence[Tensor]) -> None:
         """Hold these masks, whatever was held before, and zero what they say is gone."""
-        flat = [mask.reshape(-1) for mask in masks]
-        self.subject.held.take([to_bits(mask) for mask in flat] if self.subject.held.packed else flat)
+        self.subject.held.take([self._flat(mask) for mask in masks])
         self.subject.apply()
 
     def level(
@@ -141,10 +164,10 @@ class Probe:
                 candidates = self.candidates(sparsity, refresh)
             trials = self.trials(group, candidates)
             if exactly is None:
-                self.hold({t.number: t.candidates & agrees(t.old, t.new, tolerance) for t in trials})
+                self.hold({t.number: t.going(tolerance) for t in trials})
             else:
                 self.rank(trials, exactly)
-            empty += sum(int((t.candidates & (t.old == 0)).sum()) for t in trials)
+            empty += sum(int((t.bools() & (t.old == 0).to(t.candidates.device)).sum()) for t in trials)
         if empty:
             self.subject.notes["empty"] = f"{empty:,} candidates had no gradient at all, which is no evidence: kept."
         return trials if self.order == "joint" else []
@@ -165,9 +188,10 @@ class Probe:
 
 def _ranked(target: Target, trial: Trial) -> Target:
     """The site with growth for a score; what is not a candidate comes last."""
+    candidates, device = trial.bools(), target.piece.device
 
     def score(where: Where) -> Tensor:
-        grown = growth(flat_part(trial.old, where), flat_part(trial.new, where)).clamp(max=UNKNOWN)
-        return torch.where(flat_part(trial.candidates, where), grown, 2 * UNKNOWN)
+        old, new = (flat_part(found, where).to(device).float() for found in (trial.old, trial.new))
+        return torch.where(flat_part(candidates, where), growth(old, new).clamp(max=UNKNOWN), 2 * UNKNOWN)
 
     return replace(target, piece=replace(target.piece, score=score, source=None))

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import FactError
-from secateur.inputs import Inputs, gather_inputs
+from secateur.inputs import Inputs, check_seen, gather_inputs
 from secateur.sites import find_sites
 
 
 def watched(model: nn.Module, inputs: Tensor, **settings: Any) -> tuple[Inputs, dict[str, Any]]:
     sites, _ = find_sites(model, only="*")
-    found = gather_inputs(model, [inputs], sites, forward=lambda model, batch: model(batch), **settings)
+    found = Inputs(sites, **settings)
+    gather_inputs(model, [inputs], found, forward=lambda model, batch: model(batch))
+    check_seen(found, sites)
     return found, {site.name: site for site in sites}
 
 

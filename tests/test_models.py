@@ -10,7 +10,7 @@ import torch
 import secateur as sc
 from secateur.blocks import find_blocks
 from secateur.calibration import standard_loss
-from secateur.inputs import gather_inputs
+from secateur.inputs import Inputs, gather_inputs
 from secateur.sites import find_sites
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -119,7 +119,8 @@ def test_experts_without_tokens_are_not_taken_for_useless() -> None:
         for layer in model.model.layers:
             layer.mlp.gate.weight.zero_()  # all experts alike: the same two are taken for every token
     sites, _ = find_sites(model, only="*experts*")
-    seen = gather_inputs(model, [IDS], sites, forward=standard_loss)
+    seen = Inputs(sites)
+    gather_inputs(model, [IDS], seen, forward=standard_loss)
     report = sc.prune(model, IDS, sparsity=0.3, only="*experts*")
     for site in sites:
         idle = seen.tokens[site.name] == 0

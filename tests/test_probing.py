@@ -109,7 +109,7 @@ def test_weights_are_restored_when_the_second_look_fails() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        if calls == 3 * len(batches) + 3:  # the metric, the inputs, the first gradients; then in the midst of the next
+        if calls == 2 * len(batches) + 3:  # the measure, the first look; then in the midst of the second
             raise RuntimeError("out of memory, say")
         return standard_loss(model, batch)
 

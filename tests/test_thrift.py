@@ -1,0 +1,106 @@
+"""Gathering in less memory: the same statistics in several passes, activations made again, sums rounded by chance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import secateur as sc
+from secateur.calibration import Gradients, gather_gradients, rounded_by_chance
+from secateur.errors import FactError
+from secateur.sites import find_sites
+from secateur.subject import Subject
+from secateur.thrift import Thrift, as_bytes, made_again, plan
+from tests.trained import Tower
+
+IDS = torch.randint(0, 17, (5, 9), generator=torch.Generator().manual_seed(0))
+
+
+def tower() -> Tower:
+    torch.manual_seed(0)
+    return Tower()
+
+
+@pytest.mark.parametrize("thrift", [Thrift(passes=3, again=True, aside=True), Thrift(again=True), Thrift(passes=2)])
+def test_every_way_gives_the_same_masks(thrift: Thrift, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [
+        sc.prune(tower(), IDS, rounds=2).masks,
+        sc.probe(tower(), IDS, tolerance=0.5).masks,
+        sc.probe(tower(), IDS, exact=True, score="variance").masks,
+    ]
+    monkeypatch.setattr(Subject, "thrift", lambda *_: thrift)
+    found = [
+        sc.prune(tower(), IDS, rounds=2).masks,
+        sc.probe(tower(), IDS, tolerance=0.5).masks,
+        sc.probe(tower(), IDS, exact=True, score="variance").masks,
+    ]
+    for mine, right in zip(found, expected, strict=True):
+        assert all(torch.equal(mine[name], mask) for name, mask in right.items())
+
+
+def test_groups_are_neighbours_last_first() -> None:
+    sites, _ = find_sites(tower())
+    groups = Thrift(passes=3).groups(sites)
+    assert [site.name for group in groups for site in group] == [site.name for site in reversed(sites)]
+    assert [len(group) for group in groups] == [2, 2, 2]
+
+
+def test_blocks_are_run_again_on_the_way_back_and_only_inside() -> None:
+    model = tower()
+    calls: list[int] = []
+    model.blocks[0].register_forward_hook(lambda *_: None)
+    model.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
+    with made_again(list(model.blocks)):
+        model(IDS).square().mean().backward()
+    assert len(calls) == 2
+    assert not any("forward" in vars(block) for block in model.blocks)
+    model(IDS).square().mean().backward()
+    assert len(calls) == 3
+
+
+def test_another_librarys_forward_is_put_back() -> None:
+    model = tower()
+    own = model.blocks[1].forward
+    model.blocks[1].forward = mine = lambda *given, **named: own(*given, **named)
+    with made_again(list(model.blocks)):
+        model(IDS)
+    assert vars(model.blocks[1])["forward"] is mine
+
+
+def test_rounding_by_chance_is_right_on_average() -> None:
+    draw = torch.Generator().manual_seed(0)
+    value = 1.0 + 0.3 / 128  # three tenths of the way between two neighbours in bf16
+    found = rounded_by_chance(torch.full((20000,), value), draw)
+    assert torch.equal(found.bfloat16().float(), found)
+    assert set(found.tolist()) == {1.0, 1.0 + 1 / 128}
+    assert float(found.mean()) == pytest.approx(value, abs=1e-4)
+
+
+def test_sums_in_bf16_do_not_stand_still() -> None:
+    """Two thousand equal squares: rounded to the nearest, the sum would stop growing at a few hundred."""
+    layer = nn.Linear(64, 64, bias=False)
+    sites, _ = find_sites(layer, only="*")
+    with Gradients(sites, {"exp_avg_sq"}, torch.bfloat16) as found:
+        for _ in range(2000):
+            layer.weight.grad = None
+            layer.weight.sum().backward()
+            found.batches += 1
+    found.finish()
+    assert float(found.facts["weight"]["exp_avg_sq"].float().mean()) == pytest.approx(1.0, rel=0.02)
+    exact = gather_gradients(
+        layer, [None], sites, {"gradient_max"}, loss=lambda m, _: m.weight.sum(), dtype=torch.bfloat16
+    )
+    assert bool((exact["weight"]["gradient_max"] == 1).all())
+
+
+def test_memory_in_words() -> None:
+    assert as_bytes("24GB") == 24 * 10**9
+    assert as_bytes(" 1.5 GiB") == 3 << 29
+    assert as_bytes(7) == 7
+    assert as_bytes(None) is None
+    with pytest.raises(FactError, match="something like '24GB'"):
+        as_bytes("lots")
+    model = tower()
+    sites, _ = find_sites(model)
+    assert plan(model, IDS[:1], lambda m, b: m(b).sum(), sites, [], None) == Thrift()
