@@ -132,6 +132,8 @@ def target_of(
     part, whole = local(site.parameter.detach()), site.parameter.shape
     first = site.start + placement(site.parameter).first_row * whole[1:].numel()
     evaluate = evaluator(score, facts, first, part.device)
+    tensors = [fact for name, fact in facts.items() if isinstance(fact, Tensor) and name not in SCALAR_FACTS]
+    here = all(fact.device == part.device for fact in tensors)  # or else on the host, for want of room
     piece = Piece(
         site.name,
         part.numel(),
@@ -140,7 +142,7 @@ def target_of(
         part.device,
         alive.view(-1) if dead else None,
         replicated=peers.size > 1 and not is_sharded(site.parameter),
-        source=(score, facts) if known is None else None,
+        source=(score, facts) if known is None and here else None,
         dead=dead,
     )
     return Target(piece, tuple(part.shape), tuple(whole), site.layout)
@@ -151,7 +153,8 @@ def lifted(evaluate: Callable[[Where], Tensor], known: Tensor, weight: Tensor) -
 
     def score(where: Where) -> Tensor:
         found, size = evaluate(where), flat_part(weight, where).float().abs()
-        return torch.where(flat_part(known, where) != 0, found, UNKNOWN * (1 + size / (1 + size)))
+        told = flat_part(known, where).to(found.device) != 0
+        return torch.where(told, found, UNKNOWN * (1 + size / (1 + size)))
 
     return score
 
@@ -168,7 +171,7 @@ def evaluator(score: Score, facts: Mapping[str, Any], first: int, device: torch.
                 numbers = torch.arange(where.start, where.stop, device=device) if isinstance(where, slice) else where
                 values[name] = numbers.to(device) + first
             else:
-                values[name] = flat_part(fact, where).float()
+                values[name] = flat_part(fact, where).to(device, non_blocking=True).float()
         return score(**values).float()
 
     return evaluate

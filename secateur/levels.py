@@ -117,7 +117,7 @@ class _Search:
     def _wear(self, masks: list[Tensor]) -> None:
         """Hold these masks over the dense weights."""
         self.wardrobe.put_on(None)
-        self.work.wear(masks)
+        self.work.wear_all(masks)
 
     def _measure(self, level: float, tolerance: float) -> float:
         figure = self.evaluate(self.work.subject.model)

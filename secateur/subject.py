@@ -14,6 +14,7 @@ from secateur import kernels
 from secateur.bits import as_bool, packed_bytes
 from secateur.blocks import find_blocks
 from secateur.calibration import GRADIENT_FACTS, Batch, Loss, device_of, draw, gather_gradients, standard_loss
+from secateur.entries import Entries
 from secateur.errors import FactError, ShardError, SiteError
 from secateur.facts import target_of
 from secateur.inputs import Inputs, check_seen, gather_inputs
@@ -24,7 +25,7 @@ from secateur.registry import Score, resolve, scores
 from secateur.report import Outcome, TensorRow, Update
 from secateur.shards import is_sharded, unwrap
 from secateur.sites import VECTOR, Globs, Site, find_sites
-from secateur.thrift import Thrift, as_bytes, made_again, plan
+from secateur.thrift import Thrift, as_bytes, made_again, on_host, plan
 from secateur.tiles import Pattern
 
 Facts = dict[str, dict[str, Any]]  # of every site, by name
@@ -109,12 +110,15 @@ class Subject:
         again = made_again(self.blocks) if thrift.again else nullcontext()
         with self.stages.stage("gradients", thrift.passes * len(self.batches)) as tick, again:
             for group in thrift.groups(sites):
-                mine = gather_gradients(
-                    self.model, self.batches, group, wanted, loss=self.loss, dtype=thrift.dtype, watch=watch, tick=tick
-                )
+                part = nullcontext() if len(sites) == len(self.sites) else self.entries.beginning(group)
+                with part:
+                    mine = gather_gradients(
+                        self.model, self.batches, group, wanted, loss=self.loss, dtype=thrift.dtype, watch=watch,
+                        tick=tick,
+                    )  # fmt: skip
                 watch = None
                 if thrift.aside:
-                    mine = {name: {k: v.to("cpu") for k, v in facts.items()} for name, facts in mine.items()}
+                    mine = {name: {k: on_host(v) for k, v in facts.items()} for name, facts in mine.items()}
                 found |= mine
         return {site.name: found[site.name] for site in sites}
 
@@ -127,6 +131,11 @@ class Subject:
             if found.reason:
                 self.notes["memory"] = found.reason
         return self._thrift[case]
+
+    @cached_property
+    def entries(self) -> Entries:
+        """States that enter blocks, for gradients of some sites only."""
+        return Entries(self.blocks, len(self.batches))
 
     @cached_property
     def blocks(self) -> list[nn.Module]:
@@ -142,7 +151,7 @@ class Subject:
             mine = facts[site.name]
             known = evidence(mine)
             if known is not None:
-                missing = known == 0
+                missing = (known == 0).to(mask.device)
                 if dead:
                     missing = missing & as_bool(mask, site.parameter.shape)
                 count = int(missing.sum())

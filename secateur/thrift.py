@@ -71,6 +71,12 @@ def made_again(blocks: Sequence[nn.Module]) -> Iterator[None]:
                 block.forward = before
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy on the host, from where a GPU can fetch parts quickly."""
+    pinned = tensor.device.type == "cuda"
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned).copy_(tensor)
+
+
 def plan(
     model: nn.Module,
     batch: Batch,

@@ -76,8 +76,10 @@ class Probe:
     def kept_at(self, sparsity: float, refresh: bool = False, anew: bool = False) -> list[Tensor]:
         """Flat masks of what the score alone would keep at this sparsity; what is gone already stays gone, unless it is
         to choose `anew`."""
-        targets = self.subject.targets(self.score, self.facts(refresh), anew)
-        return self._select(targets, sparsity, self.subject.held.packed).masks
+        facts = self.facts(refresh)
+        with self.subject.stages.stage("selection"):
+            targets = self.subject.targets(self.score, facts, anew)
+            return self._select(targets, sparsity, self.subject.held.packed).masks
 
     def candidates(self, sparsity: float, refresh: bool = False) -> list[Tensor]:
         """Living weights the score would remove, as flat masks."""
@@ -143,6 +145,7 @@ class Probe:
 
     def hold(self, gone: dict[int, Tensor]) -> None:
         """Take out these weights of these sites."""
+        self.subject.entries.changed([self.subject.sites[n] for n in gone])
         held = self.subject.held
         self.wear([held.bools(n) & ~gone[n] if n in gone else held.bools(n) for n in range(len(self.subject.sites))])
 
@@ -150,6 +153,11 @@ class Probe:
         """Hold these masks, whatever was held before, and zero what they say is gone."""
         self.subject.held.take([self._flat(mask) for mask in masks])
         self.subject.apply()
+
+    def wear_all(self, masks: Sequence[Tensor]) -> None:
+        """The same when weights of every site may have changed."""
+        self.subject.entries.changed(self.subject.sites)
+        self.wear(masks)
 
     def level(
         self, sparsity: float, tolerance: float, refresh: bool = False, exactly: float | None = None

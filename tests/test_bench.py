@@ -23,6 +23,8 @@ TOY = {
     "step": "--device cpu --dim 32 --layers 2 --calls 2 --rounds 1",
     "train": "--device cpu --tiny --modes eager --methods bitter7-own --repeats 1",
     "scale": "--device cpu --up-to 1000000 --calls 1",
+    "probe": "--device cpu --shape tiny --sequences 4 --length 12 --batches 1 2",
+    "quality": "--device cpu --model model --text text.txt --context 16 --windows 9 --sparsities 0.5",
     "demo": "--steps 20",
 }
 KEYS = {
@@ -31,6 +33,8 @@ KEYS = {
     "step": {"seed", "dim", "layers", "weights", "bandwidth", "agreement", "milliseconds", "floor_ms", "right"},
     "train": {"seed", "plan", "tokens", "cells"},
     "scale": {"seed", "sparsity", "dtype", "bandwidth", "sizes"},
+    "probe": {"seed", "shape", "prunable", "passes", "recommended", "jobs"},
+    "quality": {"seed", "model", "context", "windows", "dense", "cells"},
     "demo": {"seed", "header", "rows", "held_out_loss"},
 }
 ALWAYS = {"theme", "date", "command", "commit", "hardware", "memory", "versions"}
@@ -43,6 +47,17 @@ def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(measuring.COPIED, "cpu", 1 << 20)
 
 
+@pytest.fixture
+def model_and_text(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model and a text in the current folder."""
+    from tests import tiny
+
+    monkeypatch.chdir(tmp_path_factory.mktemp("here"))
+    tiny.llama().save_pretrained("model")
+    tiny.tokenizer().save_pretrained("model")
+    Path("text.txt").write_text(" ".join(f"{number} and then some" for number in range(40)), encoding="utf-8")
+
+
 def bench(name: str, folder: Path) -> dict[str, Any]:
     """A toy run's record."""
     assert main(["bench", name, *TOY[name].split(), "--out", str(folder)]) == 0
@@ -52,16 +67,20 @@ def bench(name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", list(NAMES))
-def test_a_benchmark_writes_a_whole_record(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if name == "train":
-        pytest.importorskip("transformers", reason="GPT-2 comes from transformers, which is not installed")
+def test_a_benchmark_writes_a_whole_record(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    if name in ("train", "probe", "quality"):
+        pytest.importorskip("transformers", reason="the models come from transformers, which is not installed")
+    if name == "quality":
+        request.getfixturevalue("model_and_text")
     saved = bench(name, tmp_path)
     printed = capsys.readouterr().out
     assert saved.keys() >= ALWAYS | KEYS[name]
     assert saved["command"] == shlex.join(["secateur", "bench", name, *TOY[name].split()])
     assert saved["versions"].keys() >= {"python", "torch", "secateur"}
     assert str(next(tmp_path.iterdir())) in printed
-    if name not in ("accuracy", "demo"):
+    if name not in ("accuracy", "probe", "demo"):
         assert RATIO.search(printed)
 
 

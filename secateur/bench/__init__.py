@@ -10,5 +10,7 @@ NAMES = {
     "step": "one step of AdamW: dense, masked, masked and clipped",
     "train": "GPT-2 training: eager and compiled, dense and pruned",
     "scale": "one mask update from a million weights to seven billion",
+    "probe": "calibration on a large model: passes, the joint probe, five rounds; time and memory",
+    "quality": "perplexity of a language model pruned after training, by every method",
     "demo": "the demo's own table, recorded",
 }

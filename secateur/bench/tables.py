@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import secateur
-from secateur.bench import accuracy, scale, select, select_gpu, step, train
+from secateur.bench import accuracy, probe, quality, scale, select, select_gpu, step, train
 from secateur.bench.record import ROOT, results_folder
 from secateur.registry import resolve
 from secateur.report import markdown_table
@@ -87,6 +87,15 @@ PARTS: dict[str, Callable[[], str]] = {
         "accuracy", CPU, lambda found: [markdown_table(*accuracy.table(found["results"], found["updates"]))]
     ),
     "demo": lambda: part("demo", CPU, lambda found: [markdown_table(found["header"], found["rows"])]),
+    "probe": lambda: part(
+        "probe",
+        GPU,
+        lambda found: [
+            markdown_table(*probe.passes_table(found["passes"])),
+            markdown_table(*probe.jobs_table(found["jobs"])),
+        ],
+    ),
+    "quality": lambda: part("quality", GPU, lambda found: [markdown_table(*quality.table(found))]),
     "scale": lambda: part("scale", GPU, lambda found: [markdown_table(*scale.table(found["sizes"]))]),
     "scores": scores_table,
     "select": lambda: part("select", CPU, select_tables),

@@ -1,0 +1,137 @@
+"""What pruning after training costs in quality: perplexity of a language model by every method, in one run.
+
+One text: the first third calibrates, the rest evaluates. Every method starts from the same dense weights and sees the
+same windows. Ratios are to SparseGPT at the same sparsity and of the same pattern in the same run: of perplexity, and
+of seconds. The probe achieves what it achieves; beside it stands its score alone at that sparsity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secateur import hf
+from secateur.bench import record
+from secateur.bench.measuring import add_device, device_of, positive, times
+from secateur.errors import SecateurError
+from secateur.probing import probe
+from secateur.pruning import prune
+from secateur.report import Outcome, text_table
+
+RIVAL = "sparsegpt"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to prune: the function and its settings."""
+
+    work: Callable[..., Outcome] = prune
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+METHODS: dict[str, Method] = {
+    "magnitude": Method(settings={"score": "magnitude"}),
+    "wanda": Method(settings={"score": "wanda"}),
+    RIVAL: Method(settings={"method": "sparsegpt"}),
+    "variance": Method(),
+    "variance, 5 rounds": Method(settings={"rounds": 5}),
+    "variance, 5 rounds, repaired": Method(settings={"rounds": 5, "reconstruct": True}),
+    "recommended": Method(settings={"rounds": 5, "reconstruct": "every"}),
+    "probe, joint": Method(probe),
+    "probe, block by block": Method(probe, {"order": "reverse", "group": "block"}),
+}
+PATTERNED = ("wanda", RIVAL, "variance, 5 rounds, repaired", "recommended")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_device(parser)
+    parser.add_argument("--model", default="smollm2", help="a folder, a name on the hub, or smollm2")
+    parser.add_argument("--text", required=True, help="a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT]")
+    parser.add_argument("--context", type=positive, default=1024, help="tokens in a window (1024)")
+    parser.add_argument("--windows", type=positive, help="windows in all (as many as the text has)")
+    parser.add_argument("--batch", type=positive, default=2, help="windows at a time (2)")
+    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.6], help="(0.5 0.6)")
+    parser.add_argument("--patterns", nargs="*", default=["2:4"], help="(2:4)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(all)")
+    record.add_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, save."""
+    device = device_of(options)
+    model, tokenizer = hf.load(options.model, dtype=torch.float32, device=device)
+    windows = hf.windows(tokenizer, hf.read_text(options.text), options.context, options.windows)
+    calibration, evaluation = hf.split(windows)
+    dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    data: dict[str, Any] = {
+        "seed": 0,
+        "model": options.model,
+        "context": options.context,
+        "windows": [len(calibration), len(evaluation)],
+        "dense": hf.perplexity(model, evaluation, batch=options.batch),
+        "cells": [],
+    }
+    print(f"dense: {data['dense']:.3f}", flush=True)
+    wanted = [(sparsity, None, name) for sparsity in options.sparsities for name in options.methods]
+    wanted += [(None, p, name) for p in options.patterns for name in options.methods if name in PATTERNED]
+    for sparsity, pattern, name in wanted:
+        model.load_state_dict(dense)
+        cell = measure(model, name, sparsity, pattern, calibration, evaluation, options.batch)
+        data["cells"].append(cell)
+        print(f"{name}, {pattern or sparsity}: {cell['perplexity']:.3f}, {cell['seconds']:.1f} s", flush=True)
+    print(text_table(*table(data)), end="\n\n")
+    print(record.save("quality", data, options, device))
+    return 0
+
+
+def measure(
+    model: Any, name: str, sparsity: float | None, pattern: str | None, some: Tensor, others: Tensor, batch: int
+) -> dict[str, Any]:
+    """One method at one sparsity."""
+    method = METHODS[name]
+    settings = dict(method.settings) | ({"pattern": pattern} if pattern else {})
+    if method.work is probe:
+        settings["evaluate"] = lambda model: hf.perplexity(model, others, batch=batch)
+    if not bool(torch.isfinite(next(model.parameters())).all()):
+        raise SecateurError("The dense weights are not finite.")
+    began = time.perf_counter()
+    outcome = method.work(model, list(some.split(batch)), sparsity=sparsity, **settings)
+    seconds = time.perf_counter() - began
+    return {
+        "method": name,
+        "asked": sparsity,
+        "pattern": pattern,
+        "sparsity": outcome.sparsity,
+        "exact": all(not bool(model.get_parameter(k)[~mask].any()) for k, mask in outcome.masks.items()),
+        "perplexity": hf.perplexity(model, others, batch=batch),
+        "seconds": seconds,
+        "stages": {stage.name: stage.seconds for stage in outcome.stages},
+        "peak_bytes": max((s.peak_bytes for s in outcome.stages if s.peak_bytes), default=None),
+        "found": dict(outcome.found),
+        "notes": list(outcome.notes),
+    }
+
+
+def table(data: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Header and rows; no ratio where zeros were not what the masks say."""
+    header = ("method", "asked", "achieved", "perplexity", "to SparseGPT", "seconds", "to SparseGPT's")
+    rows = [("dense", "-", "0.0000", f"{data['dense']:.2f}", "-", "-", "-")]
+    for cell in data["cells"]:
+        key = cell["asked"], cell["pattern"]
+        rival = next((c for c in data["cells"] if (c["asked"], c["pattern"]) == key and c["method"] == RIVAL), cell)
+        right = cell["exact"] and rival["exact"] and abs(cell["sparsity"] - rival["sparsity"]) < 2e-3
+        ratios = [times(cell[what] / rival[what], right, "-", digits=3) for what in ("perplexity", "seconds")]
+        asked = cell["pattern"] or f"{cell['asked']:g}"
+        figures = f"{cell['perplexity']:.2f}", ratios[0], f"{cell['seconds']:.1f}", ratios[1]
+        rows.append((cell["method"], asked, f"{cell['sparsity']:.4f}", *figures))
+        for name, value in cell["found"].items():
+            if " alone at " in name:
+                score, _, sparsity = name.partition(" alone at sparsity ")
+                rows.append((f"{score} at that sparsity", asked, sparsity, f"{value:.2f}", "-", "-", "-"))
+    return header, rows
