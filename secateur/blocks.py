@@ -26,11 +26,15 @@ class Chain:
     blocks: list[nn.Module]
     states: list[Tensor]
     others: list[list[tuple[tuple[Any, ...], dict[str, Any]]]]  # of every batch, of every block
+    cast: torch.dtype | None = None  # the type that autocast was on with, if it was
 
-    def run(self, number: int, batch: int) -> Tensor:
-        """What a block makes of its state."""
+    def run(self, number: int, batch: int, block: nn.Module | None = None, state: Tensor | None = None) -> Tensor:
+        """What a block makes of its state; or another block in its place, or of another state. Blocks may write into
+        what they are given, so it is a copy."""
         given, named = self.others[batch][number]
-        return first_tensor(self.blocks[number](self.states[batch], *given, **named))
+        state = (self.states[batch] if state is None else state).clone()
+        with torch.autocast(state.device.type, dtype=self.cast, enabled=self.cast is not None):
+            return first_tensor((block or self.blocks[number])(state, *given, **named))
 
     def advance(self, number: int) -> None:
         """Carry every state through a block."""
@@ -89,15 +93,20 @@ def _is(given: Tensor, output: Any) -> bool:
     return isinstance(output, Tensor) and given.data_ptr() == output.data_ptr() and given.shape == output.shape
 
 
-def enter(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Batch], forward: Forward) -> Chain:
-    """The chain with every batch standing before its first block. One forward pass for each."""
+def enter(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Batch], forward: Forward) -> Chain | None:
+    """The chain with every batch standing before its first block, by one forward pass for each; nothing if some batch
+    does not pass all blocks in order."""
     chain = Chain(list(blocks), [], [])
+    passed: list[int] = []
 
     def hook(number: int) -> Any:
         def before(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            passed.append(number)
             if number == 0:
-                chain.states.append(given[0].detach())
+                chain.states.append(given[0].detach().clone())
                 chain.others.append([])
+                kind = given[0].device.type
+                chain.cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             chain.others[-1].append((given[1:], named))
 
         return before
@@ -110,4 +119,4 @@ def enter(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Batch
     finally:
         for handle in handles:
             handle.remove()
-    return chain
+    return chain if passed == list(range(len(blocks))) * len(batches) else None

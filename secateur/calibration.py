@@ -29,6 +29,9 @@ GRADIENT_FACTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gradient_max": lambda most, g: torch.maximum(most, g.abs(), out=most),
 }
 MEANS = ("exp_avg", "exp_avg_sq", "gradient")
+# What transformers' models are told while they are watched: no keys and values kept for generation, which would take
+# room and make a second run of a block see the first; and experts one after another, so that their inputs are seen.
+WATCHABLE = {"use_cache": False, "_experts_implementation": "eager"}
 CHUNK = 1 << 23  # numbers rounded by chance at a time
 
 
@@ -47,7 +50,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     return batch
 
 
@@ -82,7 +86,7 @@ def logits_of(output: Any) -> Tensor:
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean over all predictions; classes are last, or, in pictures, second."""
-    if logits.ndim == targets.ndim + 1 and logits.shape[:-1] == targets.shape:
+    if logits.ndim != 4 and logits.ndim == targets.ndim + 1 and logits.shape[:-1] == targets.shape:
         logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     return nn.functional.cross_entropy(logits.float(), targets)
 
@@ -100,29 +104,37 @@ def quiet(model: nn.Module, trained: Collection[nn.Parameter] = ()) -> Iterator[
     """
     modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
-    config = getattr(model, "config", None)
-    caches = getattr(config, "use_cache", None)  # keys and values kept for generation would only take room
+    settings = [(c, name, getattr(c, name)) for c in _configs(model) for name in WATCHABLE if hasattr(c, name)]
     fast = torch.backends.mha.get_fastpath_enabled()  # one call for a whole layer, in which nobody sees the inputs
     try:
         model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
-        if caches:
-            config.use_cache = False  # type: ignore[union-attr]
-        for parameter, _, _ in flags:
-            parameter.requires_grad_(False)
+        for config, name, _ in settings:
+            setattr(config, name, WATCHABLE[name])
+        for parameter, flag, _ in flags:
+            if flag:
+                parameter.requires_grad_(False)
             parameter.grad = None
         for parameter in trained:
             parameter.requires_grad_(True)
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        if caches:
-            config.use_cache = caches  # type: ignore[union-attr]
+        for config, name, value in settings:
+            setattr(config, name, value)
         for module, mode in modes:
             module.training = mode
         for parameter, flag, gradient in flags:
-            parameter.requires_grad_(flag)
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
             parameter.grad = gradient
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Every configuration transformers' modules go by, each once; composite models have several."""
+    found = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    inner = [part for config in found for part in vars(config).values() if hasattr(part, "use_cache")]
+    return list({id(config): config for config in (*found, *inner)}.values())
 
 
 class Gradients:
@@ -201,12 +213,13 @@ def gather_gradients(
         for batch in batches:
             with watch or nullcontext():
                 value = loss(model, to_device(batch, device))
-            if value.numel() != 1 or not value.requires_grad:
-                raise FactError(
-                    f"The loss must be one number that depends on the weights; it is of shape {tuple(value.shape)}"
-                    f" and {'has a' if value.requires_grad else 'has no'} gradient."
-                )
-            value.backward()
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise FactError(f"The loss must be one number that depends on the weights; it is {shape}.")
+            if bool(value.isnan()):
+                raise FactError("The loss of a batch is NaN: nothing can be learned from its gradients.")
+            if value.requires_grad:  # or else these weights had no part in it, which is no evidence
+                value.backward()
             found.batches += 1
             tick()
     found.finish()

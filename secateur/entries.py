@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,34 +17,51 @@ ROOM = {"cpu": 4 << 30, "cuda": 8 << 30}  # bytes of states that may be kept for
 class Entries:
     """Of some blocks, what enters them for every batch. Good until a weight before them changes."""
 
-    def __init__(self, blocks: Sequence[nn.Module], batches: int) -> None:
-        self._blocks, self._batches = blocks, batches
+    def __init__(self, blocks: Sequence[nn.Module], batches: int, first_loss: Callable[[], float]) -> None:
+        self._blocks, self._batches, self._first_loss = blocks, batches, first_loss
         self._inside = [{id(parameter) for parameter in block.parameters()} for block in blocks]
         self._states: dict[int, list[Tensor]] = {}
-        self._plain: dict[int, bool] = {}  # whether a block returns its state alone, not in a tuple
+        self._returns: dict[int, int] = {}  # 0 if a block returns its state alone, or the length of a tuple with Nones
+        self._trusted: dict[int, bool] = {}  # whether the loss is the same when blocks before this one are left out
 
     def block_of(self, site: Site) -> int:
         """The number of the block a site belongs to; 0 for what lies outside, before which nothing can be left out."""
         return next((n for n, inside in enumerate(self._inside) if id(site.parameter) in inside), 0)
 
+    def first(self, sites: Sequence[Site]) -> int:
+        """The number of the first block that any of these belongs to."""
+        return min((self.block_of(site) for site in sites), default=0)
+
     def changed(self, sites: Sequence[Site]) -> None:
         """Forget what comes after these sites."""
-        first = min((self.block_of(site) for site in sites), default=0)
+        first = self.first(sites)
         self._states = {number: states for number, states in self._states.items() if number <= first}
 
     @contextmanager
     def beginning(self, sites: Sequence[Site]) -> Iterator[None]:
         """Inside, every batch runs once, in order; blocks before these sites are left out if what enters the first of
         theirs is known, and otherwise watched so that it will be."""
-        number = min((self.block_of(site) for site in sites), default=0)
-        if number == 0:
+        number = self.first(sites)
+        if number == 0 or self._trusted.get(number) is False:
             yield
-        elif number in self._states:
+        elif number in self._states and self._trust(number):
             with self._skipping(number):
                 yield
         else:
             with self._watching(number):
                 yield
+
+    def _trust(self, number: int) -> bool:
+        """Blocks may have other ways to each other than the state; then the loss differs, and nothing is left out."""
+        if number not in self._trusted:
+            whole = self._first_loss()
+            try:
+                with self._skipping(number):
+                    short = self._first_loss()
+            except Exception:  # the model wanted more of an early block than its state
+                short = float("nan")
+            self._trusted[number] = abs(short - whole) <= 1e-6 * abs(whole)
+        return self._trusted[number]
 
     @contextmanager
     def _watching(self, last: int) -> Iterator[None]:
@@ -52,7 +69,7 @@ class Entries:
 
         def before(number: int) -> Any:
             def hook(_: nn.Module, given: tuple[Any, ...]) -> None:
-                state = given[0].detach()
+                state = given[0].detach().clone()
                 room = ROOM.get(state.device.type, 0)
                 if number == last or state.nbytes * self._batches * last <= room:
                     found.setdefault(number, []).append(state)
@@ -61,7 +78,9 @@ class Entries:
 
         def after(number: int) -> Any:
             def hook(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-                self._plain[number] = isinstance(output, Tensor)
+                more = output[1:] if isinstance(output, tuple) else ()
+                if isinstance(output, Tensor) or all(part is None for part in more):
+                    self._returns[number] = 0 if isinstance(output, Tensor) else len(output)
 
             return hook
 
@@ -81,8 +100,9 @@ class Entries:
 
         def instead(place: int) -> Any:
             def forward(hidden: Tensor, *_: Any, **__: Any) -> Any:
-                state = next(states) if place == number - 1 else first_tensor(hidden)
-                return state if self._plain[place] else (state,)
+                state = next(states).clone() if place == number - 1 else first_tensor(hidden)
+                length = self._returns[place]
+                return (state, *[None] * (length - 1)) if length else state
 
             return forward
 

@@ -6,7 +6,7 @@ convolutions, transformers' Conv1D, fused projections and stacked experts need n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ LOWER_PRODUCTS: dict[Any, tuple[int, int]] = {
     torch.ops.aten.linear.default: (0, 1),
 }
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+CONVOLUTION_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 NAMES = ("input", "weight", "mat1", "mat2", "batch1", "batch2", "other")
 
 
@@ -49,18 +50,20 @@ class Inputs(TorchFunctionMode):
 
     `squares[site]` is the sum of squares of every input feature, `[matrices, features]` (a matrix for each expert or
     group of a convolution), and `tokens[site]` how many inputs each matrix has had. With `products`, `products[site]`
-    is X^T X, `[matrices, features, features]`, held once for sites that read the same inputs.
+    is X^T X, `[matrices, features, features]`.
     """
 
     def __init__(self, sites: Sequence[Site], products: bool = False) -> None:
         super().__init__()
-        self._sites = {site.parameter.untyped_storage().data_ptr(): site for site in sites}
+        self.watch(sites)
         self._products = products
         self.squares: dict[str, Tensor] = {}
         self.tokens: dict[str, Tensor] = {}
         self.products: dict[str, Tensor] = {}
-        self._owner: dict[str, str] = {}  # whose product a site shares
-        self._last: tuple[Tensor, str] | None = None
+
+    def watch(self, sites: Sequence[Site]) -> None:
+        """Watch these from now on."""
+        self._sites = {site.parameter.untyped_storage().data_ptr(): site for site in sites}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -70,8 +73,10 @@ class Inputs(TorchFunctionMode):
         elif func in COMPOSED:
             with _Lower(self):
                 return func(*args, **kwargs)
-        elif func in CONVOLUTIONS and (site := self._site(args[1])) is not None:
-            self._add(site, 0, _patches(args[0].detach(), args[1].shape, args[3:], kwargs))
+        elif func in CONVOLUTIONS:
+            named = dict(zip(CONVOLUTION_NAMES, args, strict=False)) | kwargs
+            if (site := self._site(named["weight"])) is not None:
+                self.add(site, 0, _patches(named))
         return func(*args, **kwargs)
 
     def _site(self, weight: Any) -> Site | None:
@@ -88,10 +93,15 @@ class Inputs(TorchFunctionMode):
         if inputs.shape[-1] != width:
             raise FactError(f"{site.name!r} is multiplied with {inputs.shape[-1]} inputs where it has {width}.")
         if stacked and weight.ndim == 3:
-            self._add(site, 0, inputs.reshape(len(weight), -1, width))
+            self.add(site, 0, inputs.reshape(len(weight), -1, width))
             return
         before = weight.storage_offset() - site.parameter.storage_offset()
-        self._add(site, before // site.parameter.stride(0) if stacked else 0, inputs.reshape(1, -1, width))
+        self.add(site, before // site.parameter.stride(0) if stacked else 0, inputs.reshape(1, -1, width))
+
+    def add(self, site: Site, first: int, inputs: Tensor) -> None:
+        """Add inputs in their own precision, whatever the model computes in."""
+        with torch.autocast(inputs.device.type, enabled=False):
+            self._add(site, first, inputs)
 
     def _add(self, site: Site, first: int, inputs: Tensor) -> None:
         """Add inputs, `[matrices, tokens, features]`, to those matrices of a site that begin at `first`."""
@@ -104,23 +114,10 @@ class Inputs(TorchFunctionMode):
         values = inputs.float()
         self.squares[site.name][where] += values.square().sum(1)
         self.tokens[site.name][where] += inputs.shape[1]
-        if self._products and self._shares(site, inputs) is None:
+        if self._products:
             if site.name not in self.products:
                 self.products[site.name] = torch.zeros(matrices, width, width, device=inputs.device)
             self.products[site.name][where].baddbmm_(values.mT, values)
-
-    def _shares(self, site: Site, inputs: Tensor) -> str | None:
-        """The site whose product this one shares, because it has just read the very same inputs."""
-        if site.name not in self._owner:
-            same = self._last is not None and _same(self._last[0], inputs)
-            self._owner[site.name] = self._last[1] if same and self._last is not None else site.name
-        owner = self._owner[site.name]
-        self._last = (inputs, owner)
-        return None if owner == site.name else owner
-
-    def product(self, site: Site) -> Tensor:
-        """X^T X for each matrix of a site."""
-        return self.products[self._owner[site.name]]
 
     def seen(self, site: Site) -> Tensor:
         """How many inputs each weight of a site has had."""
@@ -153,13 +150,9 @@ class _Lower(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
-
-
-def _patches(inputs: Tensor, weight: Sequence[int], rest: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def _patches(named: Mapping[str, Any]) -> Tensor:
     """What a convolution multiplies its kernels with: `[groups, positions, channels x extents]`."""
-    named = dict(zip(("stride", "padding", "dilation", "groups"), rest, strict=False)) | kwargs
+    inputs, weight = named["input"].detach(), named["weight"].shape
     dims = len(weight) - 2
     stride, dilation = (_each(named.get(name, 1), dims) for name in ("stride", "dilation"))
     groups, padding = named.get("groups", 1), named.get("padding", 0)

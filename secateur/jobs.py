@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from secateur import hf
+from secateur.bench.measuring import positive
 from secateur.errors import SecateurError, TextError
 from secateur.page import render
 from secateur.probing import ORDERS, probe
 from secateur.progress import Stages
 from secateur.pruning import prune
 from secateur.recipe import NAMED, RECOMMENDED, read_recipe
+from secateur.registry import resolve
 from secateur.report import Outcome
 from secateur.schedules import check_sparsity
 from secateur.tiles import parse_pattern
@@ -35,10 +37,13 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default="builtin", help=f"text that calibrates: {SOURCES} (builtin)")
     parser.add_argument("--eval-data", help="text that evaluates (what follows the calibration in --data)")
     parser.add_argument("--sparsity", type=float, help="share of the prunable weights that goes (0.5)")
-    parser.add_argument("--context", type=int, help="tokens in a window")
-    parser.add_argument("--calibration", type=int, metavar="N", help="windows that calibrate")
-    parser.add_argument("--evaluation", type=int, metavar="N", help="windows that evaluate")
-    parser.add_argument("--batch", type=int, default=1, help="windows at a time (1)")
+    parser.add_argument("--context", type=positive, help="tokens in a window")
+    parser.add_argument("--calibration", type=positive, metavar="N", help="windows that calibrate")
+    parser.add_argument("--evaluation", type=positive, metavar="N", help="windows that evaluate")
+    parser.add_argument("--batch", type=positive, default=1, help="windows at a time (1)")
+    parser.add_argument("--memory", help="limit of GPU memory, such as 24GB (what is free)")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="GLOB", help="parameters or modules to leave dense")
+    parser.add_argument("--only", nargs="+", metavar="GLOB", help="prune these alone")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (as stored)")
     parser.add_argument("--eval", metavar="lm-eval:TASKS", help="tasks of EleutherAI's harness too, before and after")
@@ -67,26 +72,30 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
 def run_prune(options: argparse.Namespace) -> int:
     """The command `secateur prune`."""
     recipe = asdict(read_recipe(options.recipe))
-    recipe |= {"pattern": options.pattern} if options.pattern else {}
+    told = {"pattern": options.pattern, "skip": options.skip, "only": options.only}
+    recipe |= {key: value for key, value in told.items() if value}
     pattern = parse_pattern(recipe["pattern"])
     follows = pattern is not None and pattern.sparsity is not None
     sparsity = 0.5 if options.sparsity is None and not follows else options.sparsity
 
     def work(model: Any, batches: list[Tensor]) -> Outcome:
-        return prune(model, batches, sparsity=sparsity, progress=True, **recipe)
+        return prune(model, batches, sparsity=sparsity, memory=options.memory, progress=True, **recipe)
 
     return _run(options, work)
 
 
 def run_probe(options: argparse.Namespace) -> int:
     """The command `secateur probe`."""
+    if options.group != "block" and not options.group.isdigit():
+        raise SecateurError(f"--group is a number of layers, or block; got {options.group!r}.")
     group = options.group if options.group == "block" else int(options.group)
+    resolve(options.score)
 
     def work(model: Any, batches: list[Tensor]) -> Outcome:
         return probe(
             model, batches, score=options.score, sparsity=0.5 if options.sparsity is None else options.sparsity,
             order=options.order, group=group, tolerance=options.tolerance, shrink=options.shrink, exact=options.exact,
-            progress=True,
+            skip=options.skip, only=options.only, memory=options.memory, progress=True,
         )  # fmt: skip
 
     return _run(options, work)
@@ -103,6 +112,8 @@ def _run(options: argparse.Namespace, work: Callable[[Any, list[Tensor]], Outcom
         raise SecateurError("--device cuda: there is no CUDA device here. Use --device cpu.")
     device = "cuda" if there and options.device != "cpu" else "cpu"
     folder = options.out or Path(f"pruned-{Path(options.model).name}")
+    if folder.exists() and not folder.is_dir():
+        raise SecateurError(f"--out {folder} is a file; the pruned model needs a folder.")
     if folder.exists() and any(folder.iterdir()) and not options.overwrite:
         raise SecateurError(f"{folder} is there already. Name another with --out, or pass --overwrite.")
     dtype = getattr(torch, options.dtype) if options.dtype else None

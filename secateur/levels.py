@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ def probe_until(
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     search = _Search(work, Wardrobe(subject), evaluate, max_drop, tune, refresh)
     search.run(start, step, tolerance)
-    found = [*search.history, alone(work, search.wardrobe, "", evaluate)]
+    found = [*search.history, alone(work, search.wardrobe, "", evaluate, refresh)]
     how = f"{order} probes from {start:g} by {step:g}, shrink {shrink:g}, tolerance {tolerance:g}"
     return subject.outcome(score=str(chosen), schedule=how, scope=scope, asked=search.asked, found=tuple(found))
 
@@ -87,7 +88,9 @@ class _Search:
 
     def run(self, start: float, step: float, tolerance: float) -> None:
         subject = self.work.subject
-        initial = self.evaluate(subject.model)
+        initial = float(self.evaluate(subject.model))
+        if not math.isfinite(initial):
+            raise ScheduleError(f"evaluate(model) gave {initial} before anything was pruned: nothing can be compared.")
         self.history.append(("dense", initial))
         self.good.append(self._masks())
         flat, number = 0, 0
@@ -95,7 +98,7 @@ class _Search:
             began, before = time.perf_counter(), subject.sparsity
             trials = self.work.level(level, tolerance, self.refresh)
             figure = self._measure(level, tolerance)
-            if initial - figure > self.max_drop:
+            if not initial - figure <= self.max_drop:  # NaN is a failure too
                 better = self._tuned(level, tolerance, trials, initial)
                 if better is None:
                     self._wear(self.good[-1])
@@ -112,15 +115,15 @@ class _Search:
                 return
 
     def _masks(self) -> list[Tensor]:
-        return [mask.clone() for mask in self.work.subject.masks().values()]
+        return [mask.clone() for mask in self.work.subject.held.masks]
 
     def _wear(self, masks: list[Tensor]) -> None:
         """Hold these masks over the dense weights."""
         self.wardrobe.put_on(None)
-        self.work.wear_all(masks)
+        self.work.wear(masks)
 
     def _measure(self, level: float, tolerance: float) -> float:
-        figure = self.evaluate(self.work.subject.model)
+        figure = float(self.evaluate(self.work.subject.model))
         name = f"level {level:.3g}, tolerance {tolerance:.4g}, sparsity {self.work.subject.sparsity:.4f}"
         self.history.append((name, figure))
         return figure
@@ -129,7 +132,7 @@ class _Search:
         """The largest tolerance found, below the one that failed, at which the level holds; it is then in force."""
         if not self.tune or tolerance == 0:
             return None
-        last = share_gone(self.good[-1])
+        last = share_gone(self.good[-1], self.work.subject)
         below, above, best = 0.0, tolerance, None
         kept: list[Tensor] = []
         for attempt in range(TRIES):
@@ -154,6 +157,6 @@ class _Search:
         if both:
             self.work.level(self.levels[-1], tolerance, self.refresh)
         if trials and not both:
-            self.work.hold({t.number: t.going(tolerance) for t in trials})
+            self.work.hold((trial.number, trial.going(tolerance)) for trial in trials)
         else:
             self.work.level(level, tolerance, self.refresh)

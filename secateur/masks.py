@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -63,6 +63,22 @@ class Held:
                 mine.copy_(mask.view(mine.shape))
         counts = kernels.population(self.masks) if kept is None else kept
         self.dead = [shape.numel() - count for shape, count in zip(self.shapes, counts, strict=True)]
+
+
+class Masks(Mapping[str, Tensor]):
+    """Bool masks by name, each made from its bits when it is asked for."""
+
+    def __init__(self, names: Sequence[str], held: Held) -> None:
+        self._held = dict(zip(names, zip(held.masks, held.shapes, strict=True), strict=True))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return as_bool(*self._held[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 def checksum(masks: Sequence[Tensor]) -> int:

@@ -37,7 +37,9 @@ def render(title: str, outcome: Outcome) -> str:
         for s in outcome.stages
     ]
     how = [outcome.score, f"scope {outcome.scope}", outcome.schedule]
-    how += [f"{word} {value}" for word, value in (("pattern", outcome.pattern), ("", outcome.allocation)) if value]
+    how += [
+        f"{word} {value}" for word, value in (("pattern", outcome.pattern), ("allocation", outcome.allocation)) if value
+    ]
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in outcome._notes())
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from secateur.bits import as_bool
+from secateur import kernels
 from secateur.calibration import Batch, Loss, device_of, quiet, to_device
 from secateur.errors import PatternError, ScheduleError
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.sites import Globs
 from secateur.subject import Subject, scope_for, selector
+from secateur.thrift import on_host
 from secateur.tiles import parse_pattern
 from secateur.veto import Probe
 
@@ -38,16 +39,17 @@ class Wardrobe:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        self._dense = [site.parameter.detach().to("cpu", copy=True) for site in subject.sites]
+        self._dense = [on_host(site.parameter.detach()) for site in subject.sites]
 
     @torch.no_grad()
     def put_on(self, masks: Sequence[Tensor] | None) -> None:
-        """The dense weights, in these masks if any, for good."""
-        for number, (site, dense) in enumerate(zip(self._subject.sites, self._dense, strict=True)):
-            weight = site.parameter.detach()
-            weight.copy_(dense)
-            if masks is not None:
-                weight.masked_fill_(~masks[number], 0)
+        """The dense weights, in these flat masks if any, for good."""
+        weights = [site.parameter.detach() for site in self._subject.sites]
+        for weight, dense in zip(weights, self._dense, strict=True):
+            weight.copy_(dense, non_blocking=True)
+        if masks is not None:
+            bits = [m if m.dtype != torch.bool else m.view(w.shape) for m, w in zip(masks, weights, strict=True)]
+            kernels.zero(weights, bits)
 
     @contextmanager
     def wearing(self, masks: Sequence[Tensor] | None) -> Iterator[None]:
@@ -56,26 +58,23 @@ class Wardrobe:
             self.put_on(masks)
             yield
         finally:
-            self.put_on(list(self._subject.masks().values()))
-
-    def dense(self) -> AbstractContextManager[None]:
-        """The dense weights themselves."""
-        return self.wearing(None)
+            self.put_on(self._subject.held.masks)
 
 
-def alone(work: Probe, wardrobe: Wardrobe, what: str, metric: Metric) -> tuple[str, float]:
-    """The score without the veto at the sparsity that was achieved with it: what it is named, and its figure."""
-    with wardrobe.dense():
-        kept = work.kept_at(work.subject.sparsity, anew=True)
-    masks = [as_bool(mask, site.parameter.shape) for mask, site in zip(kept, work.subject.sites, strict=True)]
+def alone(work: Probe, wardrobe: Wardrobe, what: str, metric: Metric, anew: bool = False) -> tuple[str, float]:
+    """The score without the veto at the sparsity that was achieved with it: what it is named, and its figure. `anew`
+    reads the dense model again, where facts are of a pruned one by now."""
+    subject = work.subject
+    with wardrobe.wearing(None):
+        masks = work.kept_at(subject.sparsity, refresh=anew, anew=True)
     with wardrobe.wearing(masks):
-        name = f"{what}{work.score.name} alone at sparsity {share_gone(masks):.4f}"
-        return name, metric(work.subject.model)
+        name = f"{what}{work.score.name} alone at sparsity {share_gone(masks, subject):.4f}"
+        return name, float(metric(subject.model))
 
 
-def share_gone(masks: Sequence[Tensor]) -> float:
-    """The sparsity of some masks."""
-    return 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+def share_gone(masks: Sequence[Tensor], subject: Subject) -> float:
+    """The sparsity of some masks of a subject's sites."""
+    return 1 - sum(kernels.population(masks)) / sum(shape.numel() for shape in subject.held.shapes)
 
 
 def probe(
@@ -117,25 +116,28 @@ def probe(
     scope = scope_for(chosen, scope, shape, allocation)
     if exact and order != "joint" and scope == "model":
         raise PatternError('exact=True layer after layer needs a sparsity for each layer: pass scope="layer" or "row".')
+    if shape is not None and not exact:
+        raise PatternError("The veto lets single weights go, which breaks a pattern: pass exact=True, or no pattern.")
     if tolerances and order != "joint":
         raise PatternError("tolerances are tried on the gradients of one joint probe; use order='joint'.")
     wanted, select = selector(chosen, scope, shape, allocation, sparsity)
     subject = Subject(model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, progress=progress)
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     metric = evaluate or (lambda _: mean_loss(subject))
-    what = "" if evaluate else "loss on the batches, "
+    what = "" if evaluate else f"loss on the first {min(JUDGED, len(subject.batches))} batches, "
     wardrobe = Wardrobe(subject)
-    found = [(f"{what}before", metric(model))]
+    found = [(f"{what}before", float(metric(model)))]
     began = time.perf_counter()
     pool = min(0.999, EXACT_POOL * wanted) if exact else wanted
     trials = work.level(pool, tolerance, refresh, wanted if exact else None)
     subject.record(wanted, time.perf_counter() - began)
-    found.append((f"{what}after", metric(model)))
-    found.append(alone(work, wardrobe, what, metric))
+    found.append((f"{what}after", float(metric(model))))
+    found.append(alone(work, wardrobe, what, metric, refresh))
     for other in tolerances:
-        worn = [~trial.going(other) for trial in trials]
+        worn = [work.without(trial, other) for trial in trials]
         with wardrobe.wearing(worn):
-            found.append((f"{what}tolerance {other:g}, sparsity {share_gone(worn):.4f}", metric(model)))
+            gone = share_gone(worn, subject)
+            found.append((f"{what}tolerance {other:g}, sparsity {gone:.4f}", float(metric(model))))
     return subject.outcome(
         score=str(chosen), schedule=f"{order} probe, shrink {shrink:g}, tolerance {tolerance:g}", scope=scope,
         pattern=pattern, allocation=allocation, asked=wanted, found=tuple(found),

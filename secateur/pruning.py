@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from secateur.bits import to_bits
 from secateur.calibration import Batch, Loss
 from secateur.errors import PatternError, ScheduleError
+from secateur.mending import repair, sparsegpt
 from secateur.patterns import Selection, check_choice
 from secateur.registry import Score, resolve
-from secateur.repair import repair, sparsegpt
 from secateur.report import Outcome
 from secateur.schedules import cubic
 from secateur.sites import Globs
 from secateur.subject import Subject, scope_for, selector
+from secateur.thrift import on_host
 from secateur.tiles import Pattern, parse_pattern
 
 SPARSEGPT = "sparsegpt"
@@ -68,7 +69,7 @@ def prune(
     scope = scope_for(chosen, scope, shape, allocation)
     wanted, select = selector(chosen, scope, shape, allocation, sparsity)
     subject = Subject(model, batches, **settings)  # type: ignore[arg-type]
-    dense = {site.name: site.parameter.detach().clone() for site in subject.sites} if reconstruct else {}
+    dense = {site.name: on_host(site.parameter.detach()) for site in subject.sites} if reconstruct else {}
     ramp = cubic(wanted, begin=0, end=rounds)
     for number in range(1, rounds + 1):
         facts = subject.facts(chosen)

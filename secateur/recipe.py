@@ -52,8 +52,9 @@ def read_recipe(wanted: str) -> Recipe:
         raise SecateurError(f"No recipe {wanted!r}.{hint} Use one of {', '.join(NAMED)}, or a .toml file.")
     try:
         return from_mapping(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
-    except OSError as error:
-        raise SecateurError(f"Cannot read the recipe {path}: {error.strerror}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise SecateurError(f"Cannot read the recipe {path}: {reason}.") from error
     except tomllib.TOMLDecodeError as error:
         raise SecateurError(f"{path} is not TOML: {error}.") from error
 

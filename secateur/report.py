@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -166,6 +167,8 @@ class Outcome(Report):
     def _plain(self) -> dict[str, Any]:
         plain = asdict(replace(self, masks={}))
         del plain["masks"]
+        # JSON knows no infinity; a ruined model has one.
+        plain["found"] = [[name, value if math.isfinite(value) else str(value)] for name, value in self.found]
         return plain
 
     def _summary(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -11,14 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from secateur import kernels
-from secateur.bits import as_bool, packed_bytes
+from secateur.bits import as_bool, packed_bytes, to_bits
 from secateur.blocks import find_blocks
-from secateur.calibration import GRADIENT_FACTS, Batch, Loss, device_of, draw, gather_gradients, standard_loss
+from secateur.calibration import (
+    GRADIENT_FACTS,
+    Batch,
+    Loss,
+    device_of,
+    draw,
+    gather_gradients,
+    quiet,
+    standard_loss,
+    to_device,
+)
 from secateur.entries import Entries
 from secateur.errors import FactError, ShardError, SiteError
 from secateur.facts import target_of
 from secateur.inputs import Inputs, check_seen, gather_inputs
-from secateur.masks import Held
+from secateur.masks import Held, Masks
 from secateur.patterns import Selection, Target, check_choice, choose
 from secateur.progress import Stages
 from secateur.registry import Score, resolve, scores
@@ -36,7 +47,7 @@ ALWAYS = {"weight", "index", "step", "beta1", "beta2", "input_norm", *GRADIENT_F
 
 
 class Subject:
-    """Holds what `prune` and `probe` work with. Masks start full; weights that are zero already are not yet gone."""
+    """Holds what `prune` and `probe` work with."""
 
     def __init__(
         self,
@@ -51,10 +62,12 @@ class Subject:
         progress: bool = False,
     ) -> None:
         self.model, self._memory = unwrap(model), as_bytes(memory)
-        self._thrift: dict[tuple[int, int], Thrift] = {}
+        self._thrift: dict[tuple[int, int, int], Thrift] = {}
+        self.copies = 1  # of the statistics of a sweep that are to be there at once
         flags = [(p, p.requires_grad) for p in self.model.parameters()]
         try:
-            self.model.requires_grad_(True)  # what was frozen for training may be pruned all the same
+            for parameter in self.model.parameters():  # what was frozen for training may be pruned all the same
+                parameter.requires_grad_(parameter.is_floating_point())
             self.sites, self._left_out = find_sites(self.model, skip, only)
         finally:
             for parameter, flag in flags:
@@ -65,12 +78,22 @@ class Subject:
         if sharded := [site.name for site in self.sites if is_sharded(site.parameter)]:
             raise ShardError(f"{sharded[0]!r} is sharded. Calibration works on whole models: gather it first.")
         self.batches, self.loss = draw(batches, limit), loss or standard_loss
-        self.held = Held([site.parameter.detach() for site in self.sites])
         self.stages = Stages(device_of(self.model), progress)
         self.updates: list[Update] = []
         self.notes: dict[str, str] = {}  # by what they are about
         self._cuts: list[float | None] = [None] * len(self.sites)
         self._churn, self._before = [0] * len(self.sites), [0] * len(self.sites)
+        self.held = Held([site.parameter.detach() for site in self.sites])
+        self._already_gone()
+
+    def _already_gone(self) -> None:
+        """Weights that are zero are gone already: they do not compete and never return."""
+        masks = [site.parameter.detach() != 0 for site in self.sites]
+        if all(bool(mask.all()) for mask in masks):
+            return
+        self.held.take([to_bits(mask.reshape(-1)) if self.held.packed else mask for mask in masks])
+        self._before = list(self.held.dead)
+        self.notes["sparse"] = f"{sum(self._before):,} weights were zero already and count as pruned."
 
     def facts(self, score: Score, more: Iterable[str] = ()) -> Facts:
         """Whatever the score reads, gathered from the batches on the model as it is now."""
@@ -124,9 +147,13 @@ class Subject:
 
     def thrift(self, sites: Sequence[Site], statistics: int) -> Thrift:
         """How to gather so many statistics of these sites; worked out once for each case."""
-        case = sum(site.parameter.numel() for site in sites), statistics
+        case = sum(site.parameter.numel() for site in sites), statistics, self.entries.first(sites)
         if case not in self._thrift:
-            found = plan(self.model, self.batches[0], self.loss, sites, self.blocks, self._memory, statistics)
+            found = plan(
+                self.model, self.batches[0], self.loss, sites, self.blocks, self._memory, statistics, self.copies
+            )
+            if any(earlier.dtype != torch.float32 for earlier in self._thrift.values()):
+                found = replace(found, dtype=torch.bfloat16)  # what is compared must have been rounded alike
             self._thrift[case] = found
             if found.reason:
                 self.notes["memory"] = found.reason
@@ -135,7 +162,11 @@ class Subject:
     @cached_property
     def entries(self) -> Entries:
         """States that enter blocks, for gradients of some sites only."""
-        return Entries(self.blocks, len(self.batches))
+        return Entries(self.blocks, len(self.batches), self._first_loss)
+
+    def _first_loss(self) -> float:
+        with quiet(self.model), torch.no_grad():
+            return float(self.loss(self.model, to_device(self.batches[0], device_of(self.model))))
 
     @cached_property
     def blocks(self) -> list[nn.Module]:
@@ -185,9 +216,9 @@ class Subject:
         """Zero what the masks say is gone."""
         kernels.zero([site.parameter.detach() for site in self.sites], self.held.masks)
 
-    def masks(self) -> dict[str, Tensor]:
+    def masks(self) -> Masks:
         """Bool masks by name, True = kept."""
-        return {site.name: self.held.bools(number) for number, site in enumerate(self.sites)}
+        return Masks([site.name for site in self.sites], self.held)
 
     @property
     def sparsity(self) -> float:

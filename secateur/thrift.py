@@ -33,20 +33,23 @@ class Thrift:
 
     def groups(self, sites: Sequence[Site]) -> list[list[Site]]:
         """Sites of each pass: neighbours, about equally many weights, the last layers first."""
-        whole = sum(site.parameter.numel() for site in sites)
-        groups: list[list[Site]] = [[] for _ in range(self.passes)]
-        seen = 0
+        most = -(-sum(site.parameter.numel() for site in sites) // self.passes)
+        groups: list[list[Site]] = [[]]
         for site in reversed(sites):
-            groups[min(self.passes - 1, seen * self.passes // whole)].append(site)
-            seen += site.parameter.numel()
-        return [group for group in groups if group]
+            size = sum(one.parameter.numel() for one in groups[-1]) + site.parameter.numel()
+            if groups[-1] and size > most:
+                groups.append([])
+            groups[-1].append(site)
+        return groups
 
 
 def as_bytes(memory: str | int | None) -> int | None:
     """Bytes meant by "24GB", "22.5 GiB" or a number."""
-    if memory is None or isinstance(memory, int):
-        return memory
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", memory)
+    if memory is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(memory))
+    if not isinstance(memory, str) and memory > 0:
+        return int(memory)
     if match is None or match.group(2).upper() not in UNITS:
         raise FactError(f"memory is a number of bytes or something like '24GB' or '22.5GiB', not {memory!r}.")
     return int(float(match.group(1)) * UNITS[match.group(2).upper()])
@@ -85,17 +88,19 @@ def plan(
     blocks: Sequence[nn.Module],
     memory: int | None,
     statistics: int = 1,
+    copies: int = 1,
 ) -> Thrift:
-    """What fits: fp32 statistics at once if they can, else bf16, activations made again, several passes."""
+    """What fits: fp32 statistics at once if they can (`copies` of them), else bf16, activations made again, several
+    passes after each of which statistics go to the host."""
     device = device_of(model)
     if device.type != "cuda":
         return Thrift()
     free, whole = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)
-    limit = min(whole, memory) if memory else free + torch.cuda.memory_reserved(device)
+    limit = min(whole if memory is None else memory, free + torch.cuda.memory_reserved(device))
     weights = sum(site.parameter.numel() for site in sites) * statistics
     largest = max(site.parameter.numel() for site in sites)
-    transient = largest * (sites[0].parameter.element_size() + 4)
+    transient = largest * (sites[0].parameter.element_size() + 8)  # a gradient, the same in fp32, its absolute value
 
     def room(again: bool) -> float:
         held = activations(model, batch, loss, sites, blocks if again else ())
@@ -105,7 +110,7 @@ def plan(
     for dtype, again in ways if blocks else ways[:2]:
         left = room(again)
         need = weights * dtype.itemsize
-        if need <= left:
+        if need * copies <= left:
             found = Thrift(dtype, again=again)
             break
     else:
@@ -137,7 +142,6 @@ def activations(model: nn.Module, batch: Batch, loss: Loss, sites: Sequence[Site
         with quiet(model, [site.parameter for site in sites]), torch.enable_grad(), made_again(blocks):
             value = loss(model, to_device(batch, device))
             value.sum().backward(inputs=[sites[-1].parameter])
-        sites[-1].parameter.grad = None
     except torch.OutOfMemoryError:
         return 1 << 62
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,7 +49,7 @@ class Trial:
     def going(self, tolerance: float) -> Tensor:
         """Candidates that the veto lets go."""
         device = self.candidates.device
-        return self.bools() & agrees(self.old.to(device), self.new.to(device), tolerance)
+        return self.bools() & agrees(self.old.to(device).float(), self.new.to(device).float(), tolerance)
 
 
 class Probe:
@@ -61,6 +61,7 @@ class Probe:
         self.subject, self.score, self._select = subject, score, select
         self.shrink, self.order, self.group = shrink, order, group
         self._facts: Facts | None = None
+        subject.copies = 3 if order == "joint" else 1  # gradients before and after, and the candidates' values
         self._old: dict[str, Tensor] = {}  # gradients that came with the facts, until they are used
 
     def facts(self, refresh: bool = False) -> Facts:
@@ -143,21 +144,26 @@ class Probe:
         rest = sorted(set(numbers) - {n for group in groups for n in group})
         return [group for group in [*groups, rest] if group]
 
-    def hold(self, gone: dict[int, Tensor]) -> None:
-        """Take out these weights of these sites."""
-        self.subject.entries.changed([self.subject.sites[n] for n in gone])
-        held = self.subject.held
-        self.wear([held.bools(n) & ~gone[n] if n in gone else held.bools(n) for n in range(len(self.subject.sites))])
+    def hold(self, gone: Iterable[tuple[int, Tensor]]) -> None:
+        """Take out these weights of these sites, one after another: all of them as bools would be large."""
+        subject = self.subject
+        masks, numbers = list(subject.held.masks), []
+        for number, going in gone:
+            masks[number] = self._flat(subject.held.bools(number) & ~going)
+            numbers.append(number)
+        subject.entries.changed([subject.sites[number] for number in numbers])
+        subject.held.take(masks)
+        subject.apply()
+
+    def without(self, trial: Trial, tolerance: float) -> Tensor:
+        """The flat mask of a trial's site if this had been the tolerance and nothing had been gone before."""
+        return self._flat(~trial.going(tolerance))
 
     def wear(self, masks: Sequence[Tensor]) -> None:
-        """Hold these masks, whatever was held before, and zero what they say is gone."""
-        self.subject.held.take([self._flat(mask) for mask in masks])
-        self.subject.apply()
-
-    def wear_all(self, masks: Sequence[Tensor]) -> None:
-        """The same when weights of every site may have changed."""
+        """Hold these masks (flat, as held), whatever was held before; weights of every site may have changed."""
         self.subject.entries.changed(self.subject.sites)
-        self.wear(masks)
+        self.subject.held.take(masks)
+        self.subject.apply()
 
     def level(
         self, sparsity: float, tolerance: float, refresh: bool = False, exactly: float | None = None
@@ -172,7 +178,7 @@ class Probe:
                 candidates = self.candidates(sparsity, refresh)
             trials = self.trials(group, candidates)
             if exactly is None:
-                self.hold({t.number: t.going(tolerance) for t in trials})
+                self.hold((trial.number, trial.going(tolerance)) for trial in trials)
             else:
                 self.rank(trials, exactly)
             empty += sum(int((t.bools() & (t.old == 0).to(t.candidates.device)).sum()) for t in trials)
@@ -188,10 +194,9 @@ class Probe:
             mask, dead = self.subject.held.masks[trial.number], self.subject.held.dead[trial.number]
             target = target_of(site, self.score, self.facts()[site.name], mask, dead)
             targets.append(_ranked(target, trial))
-        picked: Selection = self._select(targets, sparsity, False)
-        flat = zip((trial.number for trial in trials), picked.masks, strict=True)
-        shapes = self.subject.held.shapes
-        self.hold({n: ~mask.view(shapes[n]) for n, mask in flat})
+        picked: Selection = self._select(targets, sparsity, self.subject.held.packed)
+        found = zip(trials, picked.masks, strict=True)
+        self.hold((trial.number, ~as_bool(mask, trial.shape)) for trial, mask in found)
 
 
 def _ranked(target: Target, trial: Trial) -> Target:

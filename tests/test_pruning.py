@@ -147,7 +147,6 @@ def test_a_model_without_blocks_is_repaired_all_the_same() -> None:
 
     batches = [(torch.randn(4, 3, 6, 6), torch.randint(0, 5, (4,))) for _ in range(3)]
     report = sc.prune(Two(), batches, reconstruct=True, score="wanda", only="*")
-    assert any("No blocks follow one another" in note for note in report.notes)
     assert report.sparsity == pytest.approx(0.5, abs=0.05)
 
 

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from secateur.bench import record
 from secateur.bench.measuring import Utilisation, add_device, device_of, positive
 from secateur.blocks import find_blocks
+from secateur.calibration import device_of as device_of_model
 from secateur.calibration import gather_gradients, standard_loss
+from secateur.errors import SecateurError
 from secateur.optional import library
 from secateur.probing import probe
 from secateur.pruning import prune
@@ -62,6 +64,8 @@ def run(options: argparse.Namespace) -> int:
     ]
     print(text_table(*passes_table(passes)), end="\n\n")
     fitting = [one for one in passes if one["seconds"] is not None]
+    if not fitting:
+        raise SecateurError("No batch fits into the memory of this device, not even with activations made again.")
     best = min(fitting, key=lambda one: one["seconds_per_sequence"])
     kept = "made again" if best["again"] else "kept"
     print(f"Recommended here: batches of {best['batch']}, activations {kept}.\n", flush=True)
@@ -97,7 +101,7 @@ def passing(model: nn.Module, ids: Tensor, batch: int, again: bool) -> dict[str,
     sites, _ = find_sites(model)
     blocks = find_blocks(model, ids[:1], standard_loss, sites) if again else []
     some = list(ids[: 4 * batch].split(batch))
-    cuda = ids.device.type == "cuda" or torch.cuda.is_available()
+    cuda = device_of_model(model).type == "cuda"
     found: dict[str, Any] = {"batch": batch, "again": again, "seconds": None, "seconds_per_sequence": None}
     try:
         with made_again(blocks):
@@ -127,16 +131,18 @@ def job(model: nn.Module, name: str, ids: Tensor, batch: int, memory: str | None
     """One job from dense weights, which it gets back afterwards."""
     work, settings = JOBS[name]
     dense = {key: tensor.to("cpu", copy=True) for key, tensor in model.state_dict().items()}
-    limit, cuda = as_bytes(memory), torch.cuda.is_available()
+    limit, cuda = as_bytes(memory), device_of_model(model).type == "cuda"
     if cuda and limit is not None:
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.mem_get_info()[1]))
     began = time.perf_counter()
-    with Utilisation() as busy:
-        outcome = work(model, list(ids.split(batch)), memory=memory, **settings)  # type: ignore[operator]
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    try:
+        with Utilisation() as busy:
+            outcome = work(model, list(ids.split(batch)), memory=memory, **settings)  # type: ignore[operator]
+    finally:
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.set_per_process_memory_fraction(1.0)
     seconds = time.perf_counter() - began
     model.load_state_dict(dense)
     return {

@@ -1,0 +1,180 @@
+"""Working through a model in the order data passes it, each layer with the inputs it has once those before are done."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secateur.blocks import Chain, enter
+from secateur.calibration import device_of, quiet, to_device
+from secateur.errors import FactError
+from secateur.inputs import Inputs
+from secateur.sites import Site
+from secateur.subject import Subject
+
+Calls = dict[str, list[Tensor]]  # inputs of every site, one tensor for each time it was called
+# A site, X^T X of its matrices, Z^T X with the dense model's inputs Z if they correspond, and the number of inputs.
+Work = Callable[[Site, Tensor, Tensor | None, Tensor], None]
+
+
+class Enough(Exception):  # noqa: N818 - no error: everything that was to be seen was seen
+    """Raised inside a forward pass that need not go on."""
+
+
+class Recorder(Inputs):
+    """Keeps the inputs themselves, in the order in which sites are called."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        super().__init__(sites)
+        self.calls: Calls = {}
+
+    def _add(self, site: Site, first: int, inputs: Tensor) -> None:
+        self.calls.setdefault(site.name, []).append(inputs.clone())
+
+
+class Paired(Inputs):
+    """X^T X of some sites, and X^T Z with the inputs Z that the dense model has in the same places."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        super().__init__(sites, products=True)
+        self.crosses: dict[str, Tensor] = {}
+        self.apart: set[str] = set()  # called otherwise than in the dense model, as experts are
+        self._expected: Calls = {}
+        self._left = 0
+
+    def expect(self, dense: Mapping[str, Sequence[Tensor]]) -> None:
+        """What the dense model had in the batch that comes now; once all of it was seen the pass may end."""
+        self._expected = {site.name: list(dense.get(site.name, ())) for site in self._sites.values()}
+        self._left = sum(map(len, self._expected.values()))
+
+    def _add(self, site: Site, first: int, inputs: Tensor) -> None:
+        super()._add(site, first, inputs)
+        waiting = self._expected.get(site.name)
+        other = waiting.pop(0) if waiting else None
+        if other is None or other.shape != inputs.shape or len(site.layout.rows) > 1:
+            self.apart.add(site.name)
+        else:
+            cross = torch.bmm(other.float().mT, inputs.float())
+            self.crosses[site.name] = self.crosses[site.name] + cross if site.name in self.crosses else cross
+        self._left -= 1
+        if self._left == 0 and not self.apart:
+            raise Enough
+
+
+@dataclass
+class Part:
+    """A stretch of the model: its sites, and how a batch is run through it, as it is and with dense weights."""
+
+    sites: list[Site]
+    run: Callable[[int], Any]
+    run_dense: Callable[[int, Recorder], Any] | None
+    done: Callable[[], None]
+
+
+def parts(subject: Subject, dense: Mapping[str, Tensor] | None) -> Iterator[Part]:
+    """The blocks one after another, then whatever lies outside of them; with `dense`, each beside its dense twin."""
+    model, sites, batches = subject.model, subject.sites, subject.batches
+    chain = enter(model, subject.blocks, batches, subject.loss) if subject.blocks else None
+    done: set[str] = set()
+    if chain is not None:
+        states = list(chain.states) if dense is not None else []
+        for number, block in enumerate(chain.blocks):
+            inside = {id(parameter): name for name, parameter in block.named_parameters()}
+            mine = [site for site in sites if id(site.parameter) in inside]
+            done |= {site.name for site in mine}
+            yield _block(chain, number, mine, inside, states, dense)
+    if rest := [site for site in sites if site.name not in done]:
+        device = device_of(model)
+        yield Part(rest, lambda b: subject.loss(model, to_device(batches[b], device)), None, lambda: None)
+
+
+def _block(
+    chain: Chain, number: int, sites: list[Site], inside: Mapping[int, str], states: list[Tensor], dense: Any
+) -> Part:
+    if dense is None:
+        return Part(sites, lambda b: chain.run(number, b), None, lambda: chain.advance(number))
+    twin = copy.deepcopy(chain.blocks[number])
+    its = dict(twin.named_parameters())
+    for site in sites:
+        its[inside[id(site.parameter)]].detach().copy_(dense[site.name])
+    twins = [replace(site, parameter=its[inside[id(site.parameter)]]) for site in sites]
+    ahead: dict[int, Tensor] = {}
+
+    def run_dense(batch: int, recorder: Recorder) -> None:
+        recorder.watch(twins)
+        with recorder:
+            ahead[batch] = chain.run(number, batch, twin, states[batch])
+
+    def done() -> None:
+        chain.advance(number)
+        for batch in range(len(states)):
+            states[batch] = ahead[batch]
+
+    return Part(sites, lambda b: chain.run(number, b), run_dense, done)
+
+
+def in_order(subject: Subject, name: str, work: Work, dense: Mapping[str, Tensor] | None = None) -> list[Site]:
+    """Do this work on every site. With `dense`, layer after layer, each with what the dense model has in its place;
+    without, block after block, which takes fewer passes. Returns the sites nothing was multiplied with."""
+    idle: list[Site] = []
+    with subject.stages.stage(name, max(1, len(subject.blocks))) as tick, torch.no_grad():
+        for part in parts(subject, dense):
+            with quiet(subject.model):
+                recordings = _record(part, len(subject.batches))
+                together = _together(recordings[0])
+                idle += [site for site in part.sites if site.name not in recordings[0]]
+                for groups in [[group] for group in together] if dense is not None else [together]:
+                    _visit(part, groups, recordings, len(subject.batches), work)
+                part.done()
+            tick()
+    return idle
+
+
+def _record(part: Part, batches: int) -> list[Calls]:
+    """What sites are called with: in the dense model for every batch, or, without one, in the first batch as it is."""
+    found = []
+    for batch in range(batches if part.run_dense is not None else 1):
+        recorder = Recorder(part.sites)
+        if part.run_dense is not None:
+            part.run_dense(batch, recorder)
+        else:
+            with recorder:
+                part.run(batch)
+        found.append(recorder.calls)
+    return found
+
+
+def _together(calls: Calls) -> list[list[str]]:
+    """Sites in the order in which they are called; those called once with the same inputs share one product."""
+    groups: list[list[str]] = []
+    for name, inputs in calls.items():
+        before = calls[groups[-1][0]] if groups else []
+        if len(inputs) == len(before) == 1 and torch.equal(inputs[0], before[0]):
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return groups
+
+
+def _visit(part: Part, groups: list[list[str]], recordings: list[Calls], batches: int, work: Work) -> None:
+    """Gather the products of some groups in one pass over the batches, then do the work on all of their sites."""
+    sites = {site.name: site for site in part.sites}
+    watch = Paired([sites[group[0]] for group in groups])
+    for batch in range(batches):
+        watch.expect(recordings[batch] if part.run_dense is not None else {})
+        try:
+            with watch:
+                part.run(batch)
+        except Enough:
+            pass
+    for leader, *others in groups:
+        product, cross = watch.products[leader], None if leader in watch.apart else watch.crosses[leader]
+        if not bool(product.isfinite().all()):
+            raise FactError(f"The inputs of {leader!r} are not all finite: look for infinities or NaN in the batches.")
+        for member in (leader, *others):
+            work(sites[member], product, cross, watch.tokens[leader])

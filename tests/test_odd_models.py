@@ -1,0 +1,197 @@
+"""Models that do things their own way: each of these was once got wrong."""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import secateur as sc
+from secateur.subject import Subject
+from tests.trained import Tower, classifier
+
+IDS = torch.randint(1, 17, (4, 9), generator=torch.Generator().manual_seed(0))
+
+
+class Chained(nn.Module):
+    """Blocks in a list, each what `make` makes."""
+
+    def __init__(self, make: Any, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make(width) for _ in range(3))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, state: Tensor) -> Tensor:
+        for layer in self.layers:
+            state = layer(state)
+        return self.head(state)
+
+
+def pairs(width: int = 16) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, width, generator=draw), torch.arange(8) % 4) for _ in range(4)]
+
+
+def test_a_layer_nobody_uses() -> None:
+    class Lazy(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Linear(width, width), nn.Linear(width, width)
+
+        def forward(self, state: Tensor) -> Tensor:
+            return torch.tanh(self.used(state))
+
+    report = sc.prune(Chained(Lazy), pairs(), method="sparsegpt")
+    assert report.sparsity == 0.5
+    assert any("never used were pruned by magnitude" in note for note in report.notes)
+    report = sc.prune(Chained(Lazy), pairs(), score="magnitude", reconstruct=True)
+    assert any("never used were not repaired" in note for note in report.notes)
+    for order in ("reverse", "forward", "joint"):
+        report = sc.probe(Chained(Lazy), pairs(), score="magnitude", order=order, tolerance=1e9)
+        assert bool(report.masks["layers.0.idle.weight"].all())
+
+
+def test_activations_in_place_and_autocast() -> None:
+    def make(inplace: bool) -> Any:
+        torch.manual_seed(0)
+        return Chained(lambda width: nn.Sequential(nn.SiLU(inplace=inplace), nn.Linear(width, width)))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return nn.functional.cross_entropy(model(batch[0].clone()).float(), batch[1])
+
+    for settings in ({"method": "sparsegpt"}, {"score": "magnitude", "reconstruct": True}):
+        models = [make(False), make(True)]
+        for model in models:
+            sc.prune(model, pairs(), loss=lambda m, b: nn.functional.cross_entropy(m(b[0].clone()), b[1]), **settings)
+        assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
+        assert sc.prune(make(True), pairs(), loss=loss, **settings).sparsity == 0.5
+
+
+def test_channels_last_is_repaired_and_groups_are_counted() -> None:
+    torch.manual_seed(0)
+    images = [(torch.randn(4, 8, 6, 6), torch.arange(4)) for _ in range(3)]
+    weights = []
+    for form in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(1)
+        model = nn.Sequential(
+            nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten(), nn.Linear(32, 4)
+        )
+        model = model.to(memory_format=form)
+        report = sc.prune(model, images, method="sparsegpt", only="*")
+        assert [row.sparsity for row in report.tensors] == [0.5, 0.5, 0.5]
+        weights.append(model[0].weight.detach().clone())
+    assert torch.allclose(*weights, atol=1e-5)
+    model = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))
+    with pytest.raises(sc.SecateurError, match="cannot be tiled by '2:4'"):
+        sc.prune(model, pairs(10), method="sparsegpt", pattern="2:4", sparsity=None, only="*")
+    with pytest.raises(sc.SecateurError, match="cannot give '0.weight' the pattern '3:6'"):
+        sc.prune(nn.Sequential(nn.Linear(12, 6)), pairs(12), method="sparsegpt", pattern="3:6", sparsity=None, only="*")
+
+
+def test_other_ways_between_blocks_are_noticed() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, state: Tensor) -> Tensor:
+            early = state = torch.tanh(self.layers[0](state))
+            for layer in list(self.layers)[1:]:
+                state = layer(state)
+            return self.head(state + early)  # around all the others
+
+    torch.manual_seed(0)
+    subject = Subject(Net(), pairs())
+    late = [site for site in subject.sites if site.name == "layers.3.weight"]
+    found = [subject.gradients({"gradient_max"}, late)["layers.3.weight"]["gradient_max"] for _ in range(2)]
+    assert torch.equal(*found)
+
+
+def test_not_a_number_is_never_good_news() -> None:
+    model, batches = classifier()
+    broken = [(torch.full_like(inputs, math.inf), targets) for inputs, targets in batches]
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(sc.SecateurError, match="not all finite"):
+        sc.prune(model, broken, score="magnitude", reconstruct=True, sparsity=0.3)
+    with pytest.raises(sc.SecateurError, match="NaN"):
+        sc.probe(model, broken, score="magnitude")
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert len(before) == len(list(model.parameters()))
+    model, batches = classifier()
+    figures = iter([1.0, *[math.nan] * 50])
+    report = sc.probe_until(model, batches, lambda _: next(figures), tolerance=1e9)
+    assert report.pruned == 0
+    with pytest.raises(sc.SecateurError, match="nothing can be compared"):
+        sc.probe_until(model, batches, lambda _: math.nan)
+
+
+@pytest.mark.parametrize("settings", [{"score": "random"}, {"score": "bitter5"}, {}, {"reconstruct": True}])
+def test_what_is_gone_already_counts(settings: dict[str, Any]) -> None:
+    model, batches = classifier()
+    sc.prune(model, batches, sparsity=0.5, skip="0")
+    report = sc.prune(model, batches, sparsity=0.6, skip="0", **settings)
+    zeros = sum(int((model.get_parameter(row.name) == 0).sum()) for row in report.tensors)
+    assert report.pruned == zeros == round(0.6 * report.prunable)
+    assert any("were zero already" in note for note in report.notes)
+    report = sc.probe(model, batches, sparsity=0.7, skip="0", score="magnitude")
+    assert report.pruned == sum(int((model.get_parameter(row.name) == 0).sum()) for row in report.tensors) >= zeros
+
+
+def test_batches_and_losses_of_all_kinds() -> None:
+    Pair = namedtuple("Pair", "inputs targets")
+    model, batches = classifier()
+    assert sc.prune(model, [Pair(*batch) for batch in batches]).sparsity == pytest.approx(0.5, abs=1e-3)
+    with pytest.raises(sc.SecateurError, match="it is float"):
+        sc.prune(model, batches, loss=lambda model, batch: 1.0)  # type: ignore[arg-type,return-value]
+    with pytest.raises(sc.SecateurError, match="something like '24GB'"):
+        sc.prune(model, batches, memory="1.2.3GB")
+    with pytest.raises(sc.SecateurError, match="breaks a pattern"):
+        sc.probe(model, batches, pattern="2:4", sparsity=None)
+    convolution = nn.Conv2d(3, 4, 3)
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = convolution
+
+        def forward(self, images: Tensor) -> Tensor:
+            return nn.functional.conv2d(images, weight=self.inner.weight, bias=None).mean((2, 3))
+
+    images = [(torch.randn(2, 3, 5, 5), torch.tensor([0, 3]))]
+    assert sc.prune(Named(), images, score="wanda", only="*").scope == "row"
+
+
+def test_caches_of_composite_models_and_experts_as_they_come() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_ff": 24, "num_layers": 2, "num_heads": 2, "d_kv": 8, "vocab_size": 17}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    batches = [{"input_ids": row, "labels": row} for row in IDS.split(2)]
+    assert sc.prune(model, batches, method="sparsegpt").sparsity == pytest.approx(0.5, abs=1e-3)
+    assert model.decoder.config.use_cache
+    report = sc.probe(model, batches, order="reverse", group="block", tolerance=0.5)
+    assert report.sparsity > 0.4
+    config = transformers.MixtralConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, num_experts_per_tok=2, vocab_size=17,
+    )  # fmt: skip
+    mixture = transformers.MixtralForCausalLM(config)
+    as_it_was = mixture.config._experts_implementation
+    for settings in ({"method": "sparsegpt"}, {"score": "wanda"}, {"score": "wanda", "reconstruct": True}):
+        report = sc.prune(mixture, IDS, **settings)
+        assert report.sparsity == pytest.approx(0.5, abs=0.01)
+        mixture = transformers.MixtralForCausalLM(config)
+    assert mixture.config._experts_implementation == as_it_was
+
+
+def test_a_tower_keeps_its_users_gradients() -> None:
+    model = Tower()
+    model.blocks[2].down.weight.grad = kept = torch.ones_like(model.blocks[2].down.weight)
+    sc.prune(model, IDS, reconstruct="every", rounds=2)
+    assert model.blocks[2].down.weight.grad is kept
