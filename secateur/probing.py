@@ -123,25 +123,40 @@ def probe(
     wanted, select = selector(chosen, scope, shape, allocation, sparsity)
     subject = Subject(model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, progress=progress)
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
+    pool = min(0.999, EXACT_POOL * wanted) if exact else wanted
+    found = _judged(work, evaluate, tolerances, refresh, pool, tolerance, wanted if exact else None)
+    return subject.outcome(
+        score=str(chosen), schedule=f"{order} probe, shrink {shrink:g}, tolerance {tolerance:g}", scope=scope,
+        pattern=pattern, allocation=allocation, asked=wanted, found=tuple(found),
+    )  # fmt: skip
+
+
+def _judged(
+    work: Probe,
+    evaluate: Metric | None,
+    tolerances: Sequence[float],
+    refresh: bool,
+    pool: float,
+    tolerance: float,
+    exactly: float | None,
+) -> list[tuple[str, float]]:
+    """Probe, and say how the model does before and after, in the score's own masks, and at other tolerances."""
+    subject = work.subject
     metric = evaluate or (lambda _: mean_loss(subject))
     what = "" if evaluate else f"loss on the first {min(JUDGED, len(subject.batches))} batches, "
     wardrobe = Wardrobe(subject)
-    found = [(f"{what}before", float(metric(model)))]
+    found = [(f"{what}before", float(metric(subject.model)))]
     began = time.perf_counter()
-    pool = min(0.999, EXACT_POOL * wanted) if exact else wanted
-    trials = work.level(pool, tolerance, refresh, wanted if exact else None)
-    subject.record(wanted, time.perf_counter() - began)
-    found.append((f"{what}after", float(metric(model))))
+    trials = work.level(pool, tolerance, refresh, exactly)
+    subject.record(pool, time.perf_counter() - began)
+    found.append((f"{what}after", float(metric(subject.model))))
     found.append(alone(work, wardrobe, what, metric, refresh))
     for other in tolerances:
         worn = [work.without(trial, other) for trial in trials]
         with wardrobe.wearing(worn):
             gone = share_gone(worn, subject)
-            found.append((f"{what}tolerance {other:g}, sparsity {gone:.4f}", float(metric(model))))
-    return subject.outcome(
-        score=str(chosen), schedule=f"{order} probe, shrink {shrink:g}, tolerance {tolerance:g}", scope=scope,
-        pattern=pattern, allocation=allocation, asked=wanted, found=tuple(found),
-    )  # fmt: skip
+            found.append((f"{what}tolerance {other:g}, sparsity {gone:.4f}", float(metric(subject.model))))
+    return found
 
 
 def check_probe(order: str, group: int | str, shrink: float, tolerance: float, exact: bool) -> None:

@@ -17,7 +17,7 @@ from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.schedules import cubic
 from secateur.sites import Globs
-from secateur.subject import Subject, scope_for, selector
+from secateur.subject import Select, Subject, scope_for, selector
 from secateur.thrift import on_host
 from secateur.tiles import Pattern, parse_pattern
 
@@ -51,40 +51,52 @@ def prune(
     of the score's paper: rows for wanda, layers for magnitude, otherwise the whole model. With `rounds`, sparsity rises
     along a cubic and everything is measured anew in between. `reconstruct=True` repairs the surviving weights at the
     end, "every" after every round, so that the next round measures the repaired ones. `method="sparsegpt"` is SparseGPT
-    itself, which chooses by its own rule. The report has the masks (`report.masks`).
+    itself, which chooses by its own rule. `memory` ("24GB") limits what a GPU is asked to hold besides the weights. The
+    report has the masks (`report.masks`).
     """
     shape = parse_pattern(pattern)
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise ScheduleError(f"rounds is how many times to measure and select, at least 1; got {rounds!r}.")
-    if reconstruct not in (False, True, "every"):
-        raise ScheduleError(f"reconstruct is False, True or 'every', not {reconstruct!r}.")
+    _check(rounds, reconstruct, method, scope is None and allocation is None)
     settings = {"loss": loss, "skip": skip, "only": only, "limit": limit, "memory": memory, "progress": progress}
-    if method is not None:
-        if method != SPARSEGPT:
-            raise PatternError(f"No method {method!r}. Use {SPARSEGPT!r}, or None and a score.")
-        if scope is not None or allocation is not None or rounds != 1 or reconstruct is not False:
-            raise PatternError(f"{SPARSEGPT!r} has its own scope, rounds and repair. Leave those settings out.")
+    if method == SPARSEGPT:
         return _by_sparsegpt(Subject(model, batches, **settings), sparsity, shape)  # type: ignore[arg-type]
     chosen = resolve(score)
     scope = scope_for(chosen, scope, shape, allocation)
     wanted, select = selector(chosen, scope, shape, allocation, sparsity)
     subject = Subject(model, batches, **settings)  # type: ignore[arg-type]
-    dense = {site.name: on_host(site.parameter.detach()) for site in subject.sites} if reconstruct else {}
-    ramp = cubic(wanted, begin=0, end=rounds)
-    for number in range(1, rounds + 1):
-        facts = subject.facts(chosen)
-        began = time.perf_counter()
-        with subject.stages.stage("selection"), torch.no_grad():
-            asked = wanted if number == rounds else ramp(number)
-            picked = select(subject.targets(chosen, facts), asked, subject.held.packed)
-        del facts
-        subject.take(picked, asked, time.perf_counter() - began)
-        if reconstruct == "every" or (reconstruct and number == rounds):
-            repair(subject, dense)
+    _in_rounds(subject, chosen, select, wanted, rounds, reconstruct)
     how = f"{rounds} round{'s' if rounds > 1 else ''}" + (f", repaired ({reconstruct})" if reconstruct else "")
     return subject.outcome(
         score=str(chosen), schedule=how, scope=scope, pattern=pattern, allocation=allocation, asked=wanted
     )
+
+
+def _check(rounds: int, reconstruct: bool | str, method: str | None, plain: bool) -> None:
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+        raise ScheduleError(f"rounds is how many times to measure and select, at least 1; got {rounds!r}.")
+    if reconstruct not in (False, True, "every"):
+        raise ScheduleError(f"reconstruct is False, True or 'every', not {reconstruct!r}.")
+    if method not in (None, SPARSEGPT):
+        raise PatternError(f"No method {method!r}. Use {SPARSEGPT!r}, or None and a score.")
+    if method == SPARSEGPT and not (plain and rounds == 1 and reconstruct is False):
+        raise PatternError(f"{SPARSEGPT!r} has its own scope, rounds and repair. Leave those settings out.")
+
+
+def _in_rounds(
+    subject: Subject, score: Score, select: Select, wanted: float, rounds: int, reconstruct: bool | str
+) -> None:
+    """Measure, select, apply and perhaps repair, so many times."""
+    dense = {site.name: on_host(site.parameter.detach()) for site in subject.sites} if reconstruct else {}
+    ramp = cubic(wanted, begin=0, end=rounds)
+    for number in range(1, rounds + 1):
+        facts = subject.facts(score)
+        began = time.perf_counter()
+        with subject.stages.stage("selection"), torch.no_grad():
+            asked = wanted if number == rounds else ramp(number)
+            picked = select(subject.targets(score, facts), asked, subject.held.packed)
+        del facts
+        subject.take(picked, asked, time.perf_counter() - began)
+        if reconstruct == "every" or (reconstruct and number == rounds):
+            repair(subject, dense)
 
 
 def _by_sparsegpt(subject: Subject, sparsity: float | None, pattern: Pattern | None) -> Outcome:

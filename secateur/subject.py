@@ -40,6 +40,7 @@ from secateur.thrift import Thrift, as_bytes, made_again, on_host, plan
 from secateur.tiles import Pattern
 
 Facts = dict[str, dict[str, Any]]  # of every site, by name
+Select = Callable[[list[Target], float, bool], Selection]  # targets, sparsity, and whether masks are bits
 BY_ROW, BY_LAYER = ("wanda",), ("magnitude",)  # scores that are published with another scope than the whole model
 
 # What calibration can tell a score besides gradients and inputs. There is no horizon to correct for.
@@ -266,7 +267,7 @@ def scope_for(score: Score, scope: str | None, pattern: Pattern | None, allocati
 
 def selector(
     score: Score, scope: str, pattern: Pattern | None, allocation: str | None, sparsity: float | None
-) -> tuple[float, Callable[[list[Target], float, bool], Selection]]:
+) -> tuple[float, Select]:
     """The sparsity that is meant, and a function that selects at any."""
     wanted = check_choice(sparsity, scope, pattern, allocation)
 

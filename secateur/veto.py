@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,11 +14,9 @@ from secateur.facts import UNKNOWN, target_of
 from secateur.patterns import Selection, Target
 from secateur.pieces import Where, flat_part
 from secateur.registry import Score
-from secateur.subject import Facts, Subject
+from secateur.subject import Facts, Select, Subject
 
 STATISTIC = "gradient_max"
-
-Select = Callable[[list[Target], float, bool], Selection]
 
 
 def agrees(old: Tensor, new: Tensor, tolerance: float) -> Tensor:
