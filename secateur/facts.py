@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from secateur.errors import FactError
-from secateur.patterns import Target
 from secateur.pieces import Piece, Where, flat_part
 from secateur.registry import SCALAR_FACTS, Score, resolve, scores
 from secateur.shards import ALONE, Peers, is_sharded, local, placement
 from secateur.sites import Site
+from secateur.targets import Target
 
 UNKNOWN = 2.0**126  # at least this is the score of a weight without evidence
 KEPT_FACTS = ("initial_weight", "movement_sum")  # those no optimizer has; kept only for a score that reads them

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,43 +16,15 @@ from torch import Tensor
 from secateur import allocation as allocations
 from secateur.bits import to_bits
 from secateur.errors import PatternError
-from secateur.kernels import prune_groups, rank_tiles
-from secateur.pieces import CHUNK, Piece, Where, flat_part, without_lowest
+from secateur.kernels import prune_groups
+from secateur.pieces import Piece, Where, flat_part
+from secateur.ranking import rank
 from secateur.schedules import check_sparsity
-from secateur.selection import Cut, prune_exactly, refuse_nan
 from secateur.shards import ALONE, Peers
-from secateur.tiles import Layout, Pattern, Tiling, pairwise_sum, parse_pattern, tile_of
+from secateur.targets import Selection, Target
+from secateur.tiles import Layout, Pattern, Tiling, pairwise_sum, parse_pattern
 
 SCOPES = ("model", "layer", "row")
-
-
-@dataclass(frozen=True)
-class Target:
-    """A tensor to select in: its piece, its shape here and over all peers, and how rows and inputs lie in it."""
-
-    piece: Piece
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    layout: Layout
-
-    def tiling(self, pattern: Pattern | None) -> Tiling:
-        return Tiling(self.shape, tile_of(self.piece.name, self.whole, self.layout, pattern, self.shape))
-
-    @property
-    def fan(self) -> int:
-        """Outputs plus inputs plus kernel extents, for every matrix the tensor holds."""
-        stacked = self.layout.rows[:-1]
-        dims = [size for dim, size in enumerate(self.whole) if dim not in stacked]
-        return sum(dims) * math.prod(self.whole[dim] for dim in stacked)
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Flat masks in the order of the targets, with the cut of each: one for all in scope "model", none for tiles."""
-
-    masks: list[Tensor]
-    cuts: list[Cut | None]
-    kept: list[int] | None = None  # how many weights each mask keeps, where that is known already
 
 
 def choose(
@@ -71,7 +43,7 @@ def choose(
     """
     if pattern is not None and pattern.kept is not None:
         most = min(pattern.inputs - pattern.kept, math.floor(sparsity * pattern.inputs + 1e-9))
-        return _rank_tiles(targets, [most] * len(targets), pattern, peers, packed)
+        return rank(targets, [most] * len(targets), pattern, peers, packed)
     if pattern is not None:
         return _choose_blocks(targets, sparsity, scope, pattern, allocation, peers, packed)
     pieces = [target.piece for target in targets]
@@ -84,7 +56,7 @@ def choose(
     if scope == "row":
         fractions = [k / max(1, p.total) if allocation else sparsity for k, p in zip(counts, pieces, strict=True)]
         rows = [round(f * t.tiling(None).size) for f, t in zip(fractions, targets, strict=True)]
-        return _rank_tiles(targets, rows, None, peers, packed)
+        return rank(targets, rows, None, peers, packed)
     if scope == "layer" or allocation is not None:
         more = [count - dead for count, dead in zip(counts, gone, strict=True)]
         cuts, masks, kept = prune_groups([[piece] for piece in pieces], more, peers, packed)
@@ -92,52 +64,6 @@ def choose(
     count = round(sparsity * sum(p.total for p in pieces)) - sum(gone)
     cuts, masks, kept = prune_groups([pieces], [count], peers, packed)
     return Selection(masks, cuts * len(masks), kept)
-
-
-def _rank_tiles(
-    targets: Sequence[Target], gone: Sequence[int], pattern: Pattern | None, peers: Peers, packed: bool
-) -> Selection:
-    """In every tile, the weights of lowest score go until `gone` are; those already gone count."""
-    tilings = [target.tiling(pattern) for target in targets]
-    if all(tiling.solid for tiling in tilings):
-        sizes = [tiling.size for tiling in tilings]
-        if (ready := rank_tiles([target.piece for target in targets], sizes, gone, peers, packed)) is not None:
-            return Selection(ready, [None] * len(ready))
-    masks, spoiled = [], []
-    for target, tiling, count in zip(targets, tilings, gone, strict=True):
-        piece = target.piece.unpacked()
-        mask = torch.empty(piece.numel, dtype=torch.bool, device=piece.device)
-        nan = 0
-        for slab in tiling.slabs() if piece.numel else ():
-            if tiling.size > 2 * CHUNK:
-                nan += _rank_long_tile(piece, tiling, slab, count, mask)
-                continue
-            where = tiling.members(slab)
-            scores = piece.score(where)
-            nan += piece.spoiled(where, scores)
-            mask[where] = without_lowest(piece.keys(where, scores).view(-1, tiling.size), count).flatten()
-        masks.append(to_bits(mask) if packed else mask)
-        spoiled.append(nan)
-    refuse_nan([target.piece.name for target in targets], peers.totals(spoiled))
-    return Selection(masks, [None] * len(masks))
-
-
-def _rank_long_tile(piece: Piece, tiling: Tiling, tile: Where, count: int, mask: Tensor) -> int:
-    """A tile too long to rank in one go is a little model of its own. Returns how many of its scores are NaN."""
-
-    def score(places: Where) -> Tensor:
-        return piece.score(tiling.members(tile, places))
-
-    alone = Piece(piece.name, tiling.size, tiling.size, score, piece.device)
-    if piece.alive is not None:
-        alive = torch.cat([piece.alive[tiling.members(tile, chunk)] for chunk in alone.chunks()])
-        alone = replace(alone, alive=alive)
-    nan = sum(alone.spoiled(chunk, score(chunk)) for chunk in alone.chunks())
-    if nan == 0:  # otherwise every rank must hear of it first
-        kept = prune_exactly([alone], count - (alone.numel - alone.living()))[1][0]
-        for chunk in alone.chunks():
-            mask[tiling.members(tile, chunk)] = kept[chunk]
-    return nan
 
 
 def _choose_blocks(

@@ -17,13 +17,14 @@ from secateur.errors import ScheduleError, SiteError, StateError
 from secateur.facts import Facts, was_skipped
 from secateur.masks import Held, check_saved, checksum
 from secateur.optim import AdamW
-from secateur.patterns import Target, check_choice, choose
+from secateur.patterns import check_choice, choose
 from secateur.pieces import Piece
 from secateur.registry import Score, resolve
 from secateur.report import Report, TensorRow, Update
 from secateur.schedules import Schedule, as_schedule, check_sparsity
 from secateur.shards import check_replicas, check_tile, is_sharded, like, local, part_of, peers_of, unwrap
 from secateur.sites import VECTOR, Globs, LeftOut, find_sites
+from secateur.targets import Target
 from secateur.tiles import parse_pattern, tile_of
 
 

@@ -12,12 +12,13 @@ from secateur.bits import to_bits
 from secateur.calibration import Batch, Loss
 from secateur.errors import PatternError, ScheduleError
 from secateur.mending import repair, sparsegpt
-from secateur.patterns import Selection, check_choice
+from secateur.patterns import check_choice
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.schedules import cubic
 from secateur.sites import Globs
 from secateur.subject import Select, Subject, scope_for, selector
+from secateur.targets import Selection
 from secateur.thrift import on_host
 from secateur.tiles import Pattern, parse_pattern
 

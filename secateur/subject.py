@@ -30,12 +30,13 @@ from secateur.errors import FactError, ShardError, SiteError
 from secateur.facts import target_of
 from secateur.inputs import Inputs, check_seen, gather_inputs
 from secateur.masks import Held, Masks
-from secateur.patterns import Selection, Target, check_choice, choose
+from secateur.patterns import check_choice, choose
 from secateur.progress import Stages
 from secateur.registry import Score, resolve, scores
 from secateur.report import Outcome, TensorRow, Update
 from secateur.shards import is_sharded, unwrap
 from secateur.sites import VECTOR, Globs, Site, find_sites
+from secateur.targets import Selection, Target
 from secateur.thrift import Thrift, as_bytes, made_again, on_host, plan
 from secateur.tiles import Pattern
 

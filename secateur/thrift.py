@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -102,6 +103,7 @@ def plan(
     largest = max(site.parameter.numel() for site in sites)
     transient = largest * (sites[0].parameter.element_size() + 8)  # a gradient, the same in fp32, its absolute value
 
+    @cache
     def room(again: bool) -> float:
         held = activations(model, batch, loss, sites, blocks if again else ())
         return SHARE * limit - used - held - transient

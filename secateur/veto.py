@@ -11,10 +11,10 @@ from torch import Tensor
 from secateur.bits import as_bool, to_bits
 from secateur.errors import PatternError
 from secateur.facts import UNKNOWN, target_of
-from secateur.patterns import Selection, Target
 from secateur.pieces import Where, flat_part
 from secateur.registry import Score
 from secateur.subject import Facts, Select, Subject
+from secateur.targets import Selection, Target
 
 STATISTIC = "gradient_max"
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from secateur import allocation
 from secateur.allocation import ALLOCATIONS, spread
 from secateur.errors import PatternError, ScoreError
-from secateur.patterns import Target, choose
+from secateur.patterns import choose
 from secateur.pieces import Piece
 from secateur.shards import ALONE
+from secateur.targets import Target
 from secateur.tiles import Layout
 
 

@@ -21,11 +21,13 @@ from secateur.errors import ScoreError
 from secateur.kernels import pipeline, sizing
 from secateur.kernels.fusing import plan_for
 from secateur.kernels.parts import Part
-from secateur.patterns import Target, choose
+from secateur.patterns import choose
 from secateur.registry import resolve
 from secateur.shards import ALONE
+from secateur.targets import Target
 from secateur.tiles import Layout, parse_pattern
 from tests import kernel_cases as cases
+from tests.trained import classifier
 
 CPU = torch.device("cpu")
 
@@ -351,3 +353,29 @@ def test_many_processes_by_kernel() -> None:
         command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda model, batches: sc.prune(model, batches, rounds=2, sparsity=0.6),
+        lambda model, batches: sc.prune(model, batches, score="wanda", reconstruct=True),
+        lambda model, batches: sc.prune(model, batches, method="sparsegpt"),
+        lambda model, batches: sc.probe(model, batches, tolerance=0.3, tolerances=(0.0, 1.0)),
+        lambda model, batches: sc.probe(model, batches, score="variance", exact=True),
+        lambda model, batches: sc.probe(model, batches, order="reverse", score="magnitude"),
+        lambda model, batches: sc.probe_until(model, batches, lambda _: 0.0, tolerance=1e9, start=0.4, step=0.3),
+    ],
+)
+def test_after_training_on_kernels_equals_without(work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels serve, masks are held as bits; everything else must not notice."""
+    found = []
+    for off in (True, False):
+        monkeypatch.setenv("SECATEUR_KERNELS", "off" if off else "on")
+        model, batches = classifier()
+        report = work(model, batches[:3])
+        found.append(({name: mask.clone() for name, mask in report.masks.items()}, report.pruned, model))
+    assert found[0][1] == found[1][1]
+    for name, mask in found[0][0].items():
+        assert torch.equal(mask, found[1][0][name]), name
+        assert torch.equal(found[0][2].get_parameter(name), found[1][2].get_parameter(name)), name
