@@ -76,6 +76,8 @@ class Probe:
         """Flat masks of what the score alone would keep at this sparsity; what is gone already stays gone, unless it is
         to choose `anew`."""
         facts = self.facts(refresh)
+        if anew:
+            self._old = {}  # of other weights than those that will be probed
         with self.subject.stages.stage("selection"):
             targets = self.subject.targets(self.score, facts, anew)
             return self._select(targets, sparsity, self.subject.held.packed).masks
