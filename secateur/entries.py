@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from secateur.blocks import first_tensor
+from secateur.blocks import first_tensor, standing_in
 from secateur.sites import Site
 
 ROOM = {"cpu": 4 << 30, "cuda": 8 << 30}  # bytes of states that may be kept for blocks that are asked for later
@@ -106,14 +106,5 @@ class Entries:
 
             return forward
 
-        early = self._blocks[:number]
-        own = [vars(block).get("forward") for block in early]
-        try:
-            for place, block in enumerate(early):
-                block.forward = instead(place)
+        with standing_in(self._blocks[:number], [instead(place) for place in range(number)]):
             yield
-        finally:
-            for block, before in zip(early, own, strict=True):
-                del block.forward
-                if before is not None:
-                    block.forward = before

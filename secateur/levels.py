@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from secateur.calibration import Batch, Loss
+from secateur.choices import scope_for, selector
 from secateur.errors import ScheduleError
 from secateur.probing import Metric, Wardrobe, alone, check_probe, share_gone
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.sites import Globs
-from secateur.subject import Subject, scope_for, selector
+from secateur.subject import Subject
 from secateur.veto import Probe, Trial
 
 TRIES = 7  # tolerances that are tried when a level fails: none, then ever closer to the largest that will do
@@ -61,7 +62,7 @@ def probe_until(
         raise ScheduleError(f"tune is False, True or 'both', not {tune!r}.")
     chosen = resolve(score)
     scope = scope_for(chosen, scope, None, None)
-    _, select = selector(chosen, scope, None, None, start)
+    _, select = selector(scope, None, None, start)
     subject = Subject(model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, progress=progress)
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     search = _Search(work, Wardrobe(subject), evaluate, max_drop, tune, refresh)

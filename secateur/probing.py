@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from secateur import kernels
 from secateur.calibration import Batch, Loss, device_of, quiet, to_device
+from secateur.choices import scope_for, selector
 from secateur.errors import PatternError, ScheduleError
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.sites import Globs
-from secateur.subject import Subject, scope_for, selector
+from secateur.subject import Subject
 from secateur.thrift import on_host
 from secateur.tiles import parse_pattern
 from secateur.veto import Probe
@@ -120,7 +121,7 @@ def probe(
         raise PatternError("The veto lets single weights go, which breaks a pattern: pass exact=True, or no pattern.")
     if tolerances and order != "joint":
         raise PatternError("tolerances are tried on the gradients of one joint probe; use order='joint'.")
-    wanted, select = selector(chosen, scope, shape, allocation, sparsity)
+    wanted, select = selector(scope, shape, allocation, sparsity)
     subject = Subject(model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, progress=progress)
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     pool = min(0.999, EXACT_POOL * wanted) if exact else wanted

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from secateur.bits import to_bits
 from secateur.calibration import Batch, Loss
+from secateur.choices import Select, scope_for, selector
 from secateur.errors import PatternError, ScheduleError
 from secateur.mending import repair, sparsegpt
 from secateur.patterns import check_choice
@@ -17,7 +18,7 @@ from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.schedules import cubic
 from secateur.sites import Globs
-from secateur.subject import Select, Subject, scope_for, selector
+from secateur.subject import Subject
 from secateur.targets import Selection
 from secateur.thrift import on_host
 from secateur.tiles import Pattern, parse_pattern
@@ -62,7 +63,7 @@ def prune(
         return _by_sparsegpt(Subject(model, batches, **settings), sparsity, shape)  # type: ignore[arg-type]
     chosen = resolve(score)
     scope = scope_for(chosen, scope, shape, allocation)
-    wanted, select = selector(chosen, scope, shape, allocation, sparsity)
+    wanted, select = selector(scope, shape, allocation, sparsity)
     subject = Subject(model, batches, **settings)  # type: ignore[arg-type]
     _in_rounds(subject, chosen, select, wanted, rounds, reconstruct)
     how = f"{rounds} round{'s' if rounds > 1 else ''}" + (f", repaired ({reconstruct})" if reconstruct else "")

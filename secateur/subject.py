@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -30,7 +30,6 @@ from secateur.errors import FactError, ShardError, SiteError
 from secateur.facts import target_of
 from secateur.inputs import Inputs, check_seen, gather_inputs
 from secateur.masks import Held, Masks
-from secateur.patterns import check_choice, choose
 from secateur.progress import Stages
 from secateur.registry import Score, resolve, scores
 from secateur.report import Outcome, TensorRow, Update
@@ -38,11 +37,8 @@ from secateur.shards import is_sharded, unwrap
 from secateur.sites import VECTOR, Globs, Site, find_sites
 from secateur.targets import Selection, Target
 from secateur.thrift import Thrift, as_bytes, made_again, on_host, plan
-from secateur.tiles import Pattern
 
 Facts = dict[str, dict[str, Any]]  # of every site, by name
-Select = Callable[[list[Target], float, bool], Selection]  # targets, sparsity, and whether masks are bits
-BY_ROW, BY_LAYER = ("wanda",), ("magnitude",)  # scores that are published with another scope than the whole model
 
 # What calibration can tell a score besides gradients and inputs. There is no horizon to correct for.
 ALWAYS = {"weight", "index", "step", "beta1", "beta2", "input_norm", *GRADIENT_FACTS}
@@ -255,24 +251,3 @@ def evidence(facts: Mapping[str, Any]) -> Tensor | None:
             found: Tensor = facts[name]
             return found
     return None
-
-
-def scope_for(score: Score, scope: str | None, pattern: Pattern | None, allocation: str | None) -> str:
-    """The scope that is meant when none is given: that of the score's paper."""
-    if scope is not None:
-        return scope
-    if pattern is not None or allocation is not None:
-        return "model"
-    return "row" if score.name in BY_ROW else "layer" if score.name in BY_LAYER else "model"
-
-
-def selector(
-    score: Score, scope: str, pattern: Pattern | None, allocation: str | None, sparsity: float | None
-) -> tuple[float, Select]:
-    """The sparsity that is meant, and a function that selects at any."""
-    wanted = check_choice(sparsity, scope, pattern, allocation)
-
-    def select(targets: list[Target], asked: float, packed: bool) -> Selection:
-        return choose(targets, asked, scope=scope, pattern=pattern, allocation=allocation, packed=packed)
-
-    return wanted, select

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from secateur.blocks import standing_in
 from secateur.calibration import Batch, Loss, device_of, quiet, to_device
 from secateur.errors import FactError
 from secateur.sites import Site
@@ -56,23 +57,13 @@ def as_bytes(memory: str | int | None) -> int | None:
     return int(float(match.group(1)) * UNITS[match.group(2).upper()])
 
 
-@contextmanager
-def made_again(blocks: Sequence[nn.Module]) -> Iterator[None]:
+def made_again(blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Inside, what blocks compute on the way forward is not kept but computed again on the way back."""
 
     def wrapped(forward: Any) -> Any:
         return lambda *given, **named: checkpoint(forward, *given, use_reentrant=False, **named)
 
-    own = [vars(block).get("forward") for block in blocks]  # where another library has put one
-    try:
-        for block in blocks:
-            block.forward = wrapped(block.forward)
-        yield
-    finally:
-        for block, before in zip(blocks, own, strict=True):
-            del block.forward
-            if before is not None:
-                block.forward = before
+    return standing_in(blocks, [wrapped(block.forward) for block in blocks])
 
 
 def on_host(tensor: Tensor) -> Tensor:

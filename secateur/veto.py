@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from secateur.bits import as_bool, to_bits
+from secateur.choices import Select
 from secateur.errors import PatternError
 from secateur.facts import UNKNOWN, target_of
 from secateur.pieces import Where, flat_part
 from secateur.registry import Score
-from secateur.subject import Facts, Select, Subject
+from secateur.subject import Facts, Subject
 from secateur.targets import Selection, Target
 
 STATISTIC = "gradient_max"
