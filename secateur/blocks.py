@@ -42,6 +42,34 @@ class Chain:
         for batch in range(len(self.states)):
             self.states[batch] = self.run(number, batch)
 
+    def merged(self, most: int) -> Chain:
+        """The same with batches put together, up to so many bytes of state, where whatever else blocks are called with
+        is one and the same for all: then fewer and larger steps give the same."""
+        groups: list[list[int]] = []
+        for batch, state in enumerate(self.states):
+            first = groups[-1][0] if groups else batch
+            alike = state.shape[1:] == self.states[first].shape[1:] and state.dtype == self.states[first].dtype
+            size = sum(self.states[b].nbytes for b in groups[-1]) + state.nbytes if groups else most + 1
+            if size <= most and alike and _same(self.others[first], self.others[batch]):
+                groups[-1].append(batch)
+            else:
+                groups.append([batch])
+        states = [torch.cat([self.states[b] for b in group]) for group in groups]
+        return Chain(self.blocks, states, [self.others[group[0]] for group in groups], self.cast)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two calls were given the same; tensors that have a row for each member of a batch never are."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        spread = one.ndim < 2 or one.shape[0] == 1
+        return spread and one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, tuple | list) and type(one) is type(other) and len(one) == len(other):
+        return all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return all(_same(one[key], other[key]) for key in one)
+    plain = one is None or isinstance(one, bool | int | float | str)
+    return one is other or (plain and type(one) is type(other) and one == other)
+
 
 def first_tensor(output: Any) -> Tensor:
     """The hidden state in what a block returns."""

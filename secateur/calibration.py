@@ -6,8 +6,8 @@ off and normalisation frozen; afterwards modes, gradients and flags are as they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -15,24 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import FactError
-from secateur.sites import Site
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
 
-# Facts made of gradients over all batches, and what a batch's gradient adds to each. Adam's names, because they are
-# Adam's quantities with a horizon of all batches: so every score that reads them works after training too.
-GRADIENT_FACTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "exp_avg": lambda sum_, g: sum_.add_(g),
-    "exp_avg_sq": lambda sum_, g: sum_.addcmul_(g, g),
-    "gradient": lambda sum_, g: sum_.add_(g.abs()),
-    "gradient_max": lambda most, g: torch.maximum(most, g.abs(), out=most),
-}
-MEANS = ("exp_avg", "exp_avg_sq", "gradient")
 # What transformers' models are told while they are watched: no keys and values kept for generation, which would take
 # room and make a second run of a block see the first; and experts one after another, so that their inputs are seen.
 WATCHABLE = {"use_cache": False, "_experts_implementation": "eager"}
-CHUNK = 1 << 23  # numbers rounded by chance at a time
 
 
 def draw(batches: Iterable[Batch] | Tensor, limit: int | None = None) -> list[Batch]:
@@ -76,6 +65,17 @@ def standard_loss(model: nn.Module, batch: Batch) -> Tensor:
         f"No loss is known for batches of {type(batch).__name__}. Give token ids, (inputs, targets) or a mapping with"
         " labels, or pass loss=..., a function of the model and a batch."
     )
+
+
+def in_bf16(loss: Loss) -> Loss:
+    """The same loss with products in bf16, as autocast has them: several times as fast on a GPU, and far finer than
+    what one batch tells of all text."""
+
+    def measured(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast(device_of(model).type, torch.bfloat16):
+            return loss(model, batch)
+
+    return measured
 
 
 def logits_of(output: Any) -> Tensor:
@@ -135,92 +135,3 @@ def _configs(model: nn.Module) -> list[Any]:
     found = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
     inner = [part for config in found for part in vars(config).values() if hasattr(part, "use_cache")]
     return list({id(config): config for config in (*found, *inner)}.values())
-
-
-class Gradients:
-    """Statistics of gradients, gathered inside a `with`: each gradient is folded in and freed the moment it exists.
-
-    Kept in bf16, sums are rounded up or down by chance, so that what is small beside them still counts on average.
-    """
-
-    def __init__(self, sites: Sequence[Site], wanted: Collection[str], dtype: torch.dtype = torch.float32) -> None:
-        self._sites, self._wanted = sites, [name for name in GRADIENT_FACTS if name in wanted]
-        self.batches = 0
-        self.facts: dict[str, dict[str, Tensor]] = {
-            site.name: {name: torch.zeros_like(site.parameter, dtype=dtype) for name in self._wanted} for site in sites
-        }
-        self._draw = {device: torch.Generator(device).manual_seed(0) for device in {s.parameter.device for s in sites}}
-
-    def __enter__(self) -> Gradients:
-        self._handles = [
-            site.parameter.register_post_accumulate_grad_hook(self._fold(self.facts[site.name])) for site in self._sites
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _fold(self, facts: Mapping[str, Tensor]) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            parameter.grad = None
-            assert gradient is not None
-            for name, statistic in facts.items():
-                if statistic.dtype == torch.float32 or name not in MEANS:
-                    GRADIENT_FACTS[name](statistic, gradient.to(statistic.dtype))
-                else:
-                    self._fold_rounded(name, statistic, gradient)
-
-        return hook
-
-    def _fold_rounded(self, name: str, statistic: Tensor, gradient: Tensor) -> None:
-        parts = zip(statistic.view(-1).split(CHUNK), gradient.reshape(-1).split(CHUNK), strict=True)
-        for kept, new in parts:
-            kept.copy_(rounded_by_chance(GRADIENT_FACTS[name](kept.float(), new.float()), self._draw[kept.device]))
-
-    def finish(self) -> None:
-        """Sums become means."""
-        for facts in self.facts.values():
-            for name in MEANS:
-                if name in facts:
-                    facts[name].div_(self.batches)
-
-
-def rounded_by_chance(values: Tensor, draw: torch.Generator) -> Tensor:
-    """fp32 numbers that are exact in bf16: either neighbour, the nearer one likelier. Overwrites what it is given."""
-    bits = values.view(torch.int32)
-    bits += torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=draw)
-    bits &= -(1 << 16)
-    return values
-
-
-def gather_gradients(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    sites: Sequence[Site],
-    wanted: Collection[str],
-    *,
-    loss: Loss = standard_loss,
-    dtype: torch.dtype = torch.float32,
-    watch: AbstractContextManager[Any] | None = None,
-    tick: Callable[[], None] = lambda: None,
-) -> dict[str, dict[str, Tensor]]:
-    """Facts of each site by name, from one backward pass for every batch; `watch` stands around the forward passes."""
-    device = device_of(model)
-    trained, gathering = [site.parameter for site in sites], Gradients(sites, wanted, dtype)
-    with quiet(model, trained), torch.enable_grad(), gathering as found:
-        for batch in batches:
-            with watch or nullcontext():
-                value = loss(model, to_device(batch, device))
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise FactError(f"The loss must be one number that depends on the weights; it is {shape}.")
-            if bool(value.isnan()):
-                raise FactError("The loss of a batch is NaN: nothing can be learned from its gradients.")
-            if value.requires_grad:  # or else these weights had no part in it, which is no evidence
-                value.backward()
-            found.batches += 1
-            tick()
-    found.finish()
-    return found.facts

@@ -82,6 +82,7 @@ class Inputs(TorchFunctionMode):
     def _site(self, weight: Any) -> Site | None:
         if not isinstance(weight, Tensor):
             return None
+        weight = getattr(weight, "stands_for", weight)  # a copy that a ferry has made
         return self._sites.get(weight.untyped_storage().data_ptr())
 
     def see(self, inputs: Tensor, weight: Any) -> None:
@@ -99,8 +100,11 @@ class Inputs(TorchFunctionMode):
         self.add(site, before // site.parameter.stride(0) if stacked else 0, inputs.reshape(1, -1, width))
 
     def add(self, site: Site, first: int, inputs: Tensor) -> None:
-        """Add inputs in their own precision, whatever the model computes in."""
-        with torch.autocast(inputs.device.type, enabled=False):
+        """Add inputs as the product gets them (autocast rounds them first), with sums in fp32."""
+        kind = inputs.device.type
+        if torch.is_autocast_enabled(kind):
+            inputs = inputs.to(torch.get_autocast_dtype(kind))
+        with torch.autocast(kind, enabled=False):
             self._add(site, first, inputs)
 
     def _add(self, site: Site, first: int, inputs: Tensor) -> None:
@@ -111,13 +115,12 @@ class Inputs(TorchFunctionMode):
             self.squares[site.name] = torch.zeros(matrices, width, device=inputs.device)
             self.tokens[site.name] = torch.zeros(matrices, dtype=torch.int64, device=inputs.device)
         where = slice(first, first + len(inputs))
-        values = inputs.float()
-        self.squares[site.name][where] += values.square().sum(1)
+        self.squares[site.name][where] += inputs.float().square().sum(1)
         self.tokens[site.name][where] += inputs.shape[1]
         if self._products:
             if site.name not in self.products:
                 self.products[site.name] = torch.zeros(matrices, width, width, device=inputs.device)
-            self.products[site.name][where].baddbmm_(values.mT, values)
+            self.products[site.name][where] += product_of(inputs, inputs)
 
     def seen(self, site: Site) -> Tensor:
         """How many inputs each weight of a site has had."""
@@ -135,6 +138,13 @@ class Inputs(TorchFunctionMode):
             return root[0][:, None].expand(shape)
         grouped = root.view(len(root), 1, *shape[1:]).expand(len(root), shape[0] // len(root), *shape[1:])
         return grouped.reshape(shape) if len(root) > 1 else grouped[0].expand(shape)
+
+
+def product_of(left: Tensor, right: Tensor) -> Tensor:
+    """L^T R of `[matrices, tokens, features]`, summed in fp32; a GPU multiplies 16-bit numbers as they are."""
+    if left.is_cuda and left.dtype == right.dtype != torch.float32:
+        return torch.bmm(left.mT, right, out_dtype=torch.float32)
+    return torch.bmm(left.float().mT, right.float())
 
 
 class _Lower(TorchDispatchMode):

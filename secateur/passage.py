@@ -13,13 +13,16 @@ from torch import Tensor
 from secateur.blocks import Chain, enter
 from secateur.calibration import device_of, quiet, to_device
 from secateur.errors import FactError
-from secateur.inputs import Inputs
+from secateur.inputs import Inputs, product_of
 from secateur.sites import Site
 from secateur.subject import Subject
 
 Calls = dict[str, list[Tensor]]  # inputs of every site, one tensor for each time it was called
 # A site, X^T X of its matrices, Z^T X with the dense model's inputs Z if they correspond, and the number of inputs.
 Work = Callable[[Site, Tensor, Tensor | None, Tensor], None]
+
+
+MERGED = {"cuda": 128 << 20}  # bytes of state run through a block at once; on CPUs larger batches gain nothing
 
 
 class Enough(Exception):  # noqa: N818 - no error: everything that was to be seen was seen
@@ -59,7 +62,7 @@ class Paired(Inputs):
         if other is None or other.shape != inputs.shape or len(site.layout.rows) > 1:
             self.apart.add(site.name)
         else:
-            cross = torch.bmm(other.float().mT, inputs.float())
+            cross = product_of(other, inputs)
             self.crosses[site.name] = self.crosses[site.name] + cross if site.name in self.crosses else cross
         self._left -= 1
         if self._left == 0 and not self.apart:
@@ -68,9 +71,11 @@ class Paired(Inputs):
 
 @dataclass
 class Part:
-    """A stretch of the model: its sites, and how a batch is run through it, as it is and with dense weights."""
+    """A stretch of the model: its sites, and how each of its batches is run through it, as it is and with dense
+    weights."""
 
     sites: list[Site]
+    batches: int
     run: Callable[[int], Any]
     run_dense: Callable[[int, Recorder], Any] | None
     done: Callable[[], None]
@@ -82,6 +87,7 @@ def parts(subject: Subject, dense: Mapping[str, Tensor] | None) -> Iterator[Part
     chain = enter(model, subject.blocks, batches, subject.loss) if subject.blocks else None
     done: set[str] = set()
     if chain is not None:
+        chain = chain.merged(MERGED.get(device_of(model).type, 0))
         states = list(chain.states) if dense is not None else []
         for number, block in enumerate(chain.blocks):
             inside = {id(parameter): name for name, parameter in block.named_parameters()}
@@ -90,14 +96,14 @@ def parts(subject: Subject, dense: Mapping[str, Tensor] | None) -> Iterator[Part
             yield _block(chain, number, mine, inside, states, dense)
     if rest := [site for site in sites if site.name not in done]:
         device = device_of(model)
-        yield Part(rest, lambda b: subject.loss(model, to_device(batches[b], device)), None, lambda: None)
+        yield Part(rest, len(batches), lambda b: subject.loss(model, to_device(batches[b], device)), None, lambda: None)
 
 
 def _block(
     chain: Chain, number: int, sites: list[Site], inside: Mapping[int, str], states: list[Tensor], dense: Any
 ) -> Part:
     if dense is None:
-        return Part(sites, lambda b: chain.run(number, b), None, lambda: chain.advance(number))
+        return Part(sites, len(chain.states), lambda b: chain.run(number, b), None, lambda: chain.advance(number))
     twin = copy.deepcopy(chain.blocks[number])
     its = dict(twin.named_parameters())
     for site in sites:
@@ -115,7 +121,7 @@ def _block(
         for batch in range(len(states)):
             states[batch] = ahead[batch]
 
-    return Part(sites, lambda b: chain.run(number, b), run_dense, done)
+    return Part(sites, len(states), lambda b: chain.run(number, b), run_dense, done)
 
 
 def in_order(subject: Subject, name: str, work: Work, dense: Mapping[str, Tensor] | None = None) -> list[Site]:
@@ -125,20 +131,20 @@ def in_order(subject: Subject, name: str, work: Work, dense: Mapping[str, Tensor
     with subject.stages.stage(name, max(1, len(subject.blocks))) as tick, torch.no_grad():
         for part in parts(subject, dense):
             with quiet(subject.model):
-                recordings = _record(part, len(subject.batches))
+                recordings = _record(part)
                 together = _together(recordings[0])
                 idle += [site for site in part.sites if site.name not in recordings[0]]
                 for groups in [[group] for group in together] if dense is not None else [together]:
-                    _visit(part, groups, recordings, len(subject.batches), work)
+                    _visit(part, groups, recordings, work)
                 part.done()
             tick()
     return idle
 
 
-def _record(part: Part, batches: int) -> list[Calls]:
+def _record(part: Part) -> list[Calls]:
     """What sites are called with: in the dense model for every batch, or, without one, in the first batch as it is."""
     found = []
-    for batch in range(batches if part.run_dense is not None else 1):
+    for batch in range(part.batches if part.run_dense is not None else 1):
         recorder = Recorder(part.sites)
         if part.run_dense is not None:
             part.run_dense(batch, recorder)
@@ -161,11 +167,11 @@ def _together(calls: Calls) -> list[list[str]]:
     return groups
 
 
-def _visit(part: Part, groups: list[list[str]], recordings: list[Calls], batches: int, work: Work) -> None:
+def _visit(part: Part, groups: list[list[str]], recordings: list[Calls], work: Work) -> None:
     """Gather the products of some groups in one pass over the batches, then do the work on all of their sites."""
     sites = {site.name: site for site in part.sites}
     watch = Paired([sites[group[0]] for group in groups])
-    for batch in range(batches):
+    for batch in range(part.batches):
         watch.expect(recordings[batch] if part.run_dense is not None else {})
         try:
             with watch:

@@ -53,12 +53,14 @@ def prune(
     of the score's paper: rows for wanda, layers for magnitude, otherwise the whole model. With `rounds`, sparsity rises
     along a cubic and everything is measured anew in between. `reconstruct=True` repairs the surviving weights at the
     end, "every" after every round, so that the next round measures the repaired ones. `method="sparsegpt"` is SparseGPT
-    itself, which chooses by its own rule. `memory` ("24GB") limits what a GPU is asked to hold besides the weights. The
-    report has the masks (`report.masks`).
+    itself, which chooses by its own rule. On a GPU a model in fp32 is measured in bf16 (autocast), unless `loss` is
+    given. `memory` ("24GB") limits what the GPU holds in all, weights included. The report has the masks
+    (`report.masks`).
     """
     shape = parse_pattern(pattern)
     _check(rounds, reconstruct, method, scope is None and allocation is None)
     settings = {"loss": loss, "skip": skip, "only": only, "limit": limit, "memory": memory, "progress": progress}
+    settings["swift"] = True
     if method == SPARSEGPT:
         return _by_sparsegpt(Subject(model, batches, **settings), sparsity, shape)  # type: ignore[arg-type]
     chosen = resolve(score)

@@ -14,20 +14,11 @@ from torch import Tensor, nn
 from secateur import kernels
 from secateur.bits import as_bool, packed_bytes, to_bits
 from secateur.blocks import find_blocks
-from secateur.calibration import (
-    GRADIENT_FACTS,
-    Batch,
-    Loss,
-    device_of,
-    draw,
-    gather_gradients,
-    quiet,
-    standard_loss,
-    to_device,
-)
+from secateur.calibration import Batch, Loss, device_of, draw, in_bf16, quiet, standard_loss, to_device
 from secateur.entries import Entries
 from secateur.errors import FactError, ShardError, SiteError
 from secateur.facts import target_of
+from secateur.gradients import GRADIENT_FACTS, gather_gradients
 from secateur.inputs import Inputs, check_seen, gather_inputs
 from secateur.masks import Held, Masks
 from secateur.progress import Stages
@@ -36,7 +27,7 @@ from secateur.report import Outcome, TensorRow, Update
 from secateur.shards import is_sharded, unwrap
 from secateur.sites import VECTOR, Globs, Site, find_sites
 from secateur.targets import Selection, Target
-from secateur.thrift import Thrift, as_bytes, made_again, on_host, plan
+from secateur.thrift import Thrift, as_bytes, made_again, plan
 
 Facts = dict[str, dict[str, Any]]  # of every site, by name
 
@@ -58,6 +49,7 @@ class Subject:
         limit: int | None = None,
         memory: str | int | None = None,
         progress: bool = False,
+        swift: bool = False,
     ) -> None:
         self.model, self._memory = unwrap(model), as_bytes(memory)
         self._thrift: dict[tuple[int, int, int], Thrift] = {}
@@ -76,6 +68,9 @@ class Subject:
         if sharded := [site.name for site in self.sites if is_sharded(site.parameter)]:
             raise ShardError(f"{sharded[0]!r} is sharded. Calibration works on whole models: gather it first.")
         self.batches, self.loss = draw(batches, limit), loss or standard_loss
+        kinds = {(site.parameter.device.type, site.parameter.dtype) for site in self.sites}
+        if swift and loss is None and kinds == {("cuda", torch.float32)} and torch.cuda.is_bf16_supported():
+            self.loss = in_bf16(standard_loss)
         self.stages = Stages(device_of(self.model), progress)
         self.updates: list[Update] = []
         self.notes: dict[str, str] = {}  # by what they are about
@@ -122,26 +117,17 @@ class Subject:
 
     def gradients(
         self, wanted: Collection[str], sites: Sequence[Site] | None = None, watch: Inputs | None = None
-    ) -> dict[str, dict[str, Tensor]]:
-        """Statistics of gradients, of all sites or of some, in as many passes as memory asks for; in the first, inputs
-        may be watched too."""
+    ) -> Mapping[str, dict[str, Tensor]]:
+        """Statistics of gradients, of all sites or of some; inputs may be watched in the same sweep."""
         sites = self.sites if sites is None else sites
         thrift = self.thrift(sites, len(wanted))
-        found: dict[str, dict[str, Tensor]] = {}
         again = made_again(self.blocks) if thrift.again else nullcontext()
-        with self.stages.stage("gradients", thrift.passes * len(self.batches)) as tick, again:
-            for group in thrift.groups(sites):
-                part = nullcontext() if len(sites) == len(self.sites) else self.entries.beginning(group)
-                with part:
-                    mine = gather_gradients(
-                        self.model, self.batches, group, wanted, loss=self.loss, dtype=thrift.dtype, watch=watch,
-                        tick=tick,
-                    )  # fmt: skip
-                watch = None
-                if thrift.aside:
-                    mine = {name: {k: on_host(v) for k, v in facts.items()} for name, facts in mine.items()}
-                found |= mine
-        return {site.name: found[site.name] for site in sites}
+        part = nullcontext() if len(sites) == len(self.sites) else self.entries.beginning(sites)
+        with self.stages.stage("gradients", len(self.batches)) as tick, again, part:
+            return gather_gradients(
+                self.model, self.batches, sites, wanted, loss=self.loss, dtype=thrift.dtype, room=thrift.room,
+                watch=watch, tick=tick,
+            )  # fmt: skip
 
     def thrift(self, sites: Sequence[Site], statistics: int) -> Thrift:
         """How to gather so many statistics of these sites; worked out once for each case."""
@@ -180,7 +166,7 @@ class Subject:
             mine = facts[site.name]
             known = evidence(mine)
             if known is not None:
-                missing = (known == 0).to(mask.device)
+                missing = known.to(mask.device) == 0
                 if dead:
                     missing = missing & as_bool(mask, site.parameter.shape)
                 count = int(missing.sum())

@@ -20,29 +20,17 @@ from secateur.sites import Site
 
 UNITS = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
 SHARE = 0.94  # of the memory that may be used: the allocator does not fill every gap
-MOST_PASSES = 16
 
 
 @dataclass(frozen=True)
 class Thrift:
-    """Statistics in this type, for so many groups of sites one after another, activations kept or made again."""
+    """Statistics in this type, those of so many weights on the device (None: all) and the others in host memory;
+    activations kept or made again."""
 
     dtype: torch.dtype = torch.float32
-    passes: int = 1
+    room: int | None = None
     again: bool = False
-    aside: bool = False  # statistics go to the host once a pass is done
     reason: str = ""
-
-    def groups(self, sites: Sequence[Site]) -> list[list[Site]]:
-        """Sites of each pass: neighbours, about equally many weights, the last layers first."""
-        most = -(-sum(site.parameter.numel() for site in sites) // self.passes)
-        groups: list[list[Site]] = [[]]
-        for site in reversed(sites):
-            size = sum(one.parameter.numel() for one in groups[-1]) + site.parameter.numel()
-            if groups[-1] and size > most:
-                groups.append([])
-            groups[-1].append(site)
-        return groups
 
 
 def as_bytes(memory: str | int | None) -> int | None:
@@ -82,17 +70,18 @@ def plan(
     statistics: int = 1,
     copies: int = 1,
 ) -> Thrift:
-    """What fits: fp32 statistics at once if they can (`copies` of them), else bf16, activations made again, several
-    passes after each of which statistics go to the host."""
+    """What fits: fp32 statistics on the device if they can (`copies` of them), else bf16, else with activations made
+    again, else only part of them on the device and the others in host memory."""
     device = device_of(model)
     if device.type != "cuda":
         return Thrift()
     free, whole = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)
     limit = min(whole if memory is None else memory, free + torch.cuda.memory_reserved(device))
-    weights = sum(site.parameter.numel() for site in sites) * statistics
+    weights = sum(site.parameter.numel() for site in sites)
     largest = max(site.parameter.numel() for site in sites)
-    transient = largest * (sites[0].parameter.element_size() + 8)  # a gradient, the same in fp32, its absolute value
+    # A gradient, the same in fp32, its absolute value; and a statistic that came from the host.
+    transient = largest * (sites[0].parameter.element_size() + 10)
 
     @cache
     def room(again: bool) -> float:
@@ -101,27 +90,26 @@ def plan(
 
     ways = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
     for dtype, again in ways if blocks else ways[:2]:
-        left = room(again)
-        need = weights * dtype.itemsize
-        if need * copies <= left:
+        left, each = room(again), dtype.itemsize * statistics * copies
+        if weights * each <= left:
             found = Thrift(dtype, again=again)
             break
     else:
-        if left <= 0 or need / left > MOST_PASSES:
+        if left <= 0:
             raise FactError(
-                f"{limit / 1e9:.1f} GB leave {max(0, left) / 1e9:.1f} GB for {need / 1e9:.1f} GB of statistics, besides"
-                " the weights and what a batch needs. Use smaller batches or more memory."
+                f"{limit / 1e9:.1f} GB do not hold {used / 1e9:.1f} GB that are taken and what a batch needs,"
+                f" {(SHARE * limit - used - left) / 1e9:.1f} GB. Use smaller batches or more memory."
             )
-        found = Thrift(torch.bfloat16, passes=int(-(-need // left)), again=again, aside=True)
-    return replace(found, reason=_reason(found, limit, used, left, need))
+        found = Thrift(torch.bfloat16, int(left // each), again)
+    return replace(found, reason=_reason(found, weights, limit, used, left))
 
 
-def _reason(found: Thrift, limit: float, used: float, left: float, need: float) -> str:
+def _reason(found: Thrift, weights: int, limit: float, used: float, left: float) -> str:
     how = f"{'fp32' if found.dtype == torch.float32 else 'bf16'} statistics"
-    how += f" in {found.passes} passes" if found.passes > 1 else ""
+    if found.room is not None:
+        how += f", those of {found.room / weights:.0%} of the weights on the GPU, the others in host memory"
     how += ", activations made again" if found.again else ""
-    numbers = f"{limit / 1e9:.1f} GB in all, {used / 1e9:.1f} taken, {left / 1e9:.1f} left beside a batch"
-    return f"Memory: {how} ({numbers}; statistics need {need / 1e9:.1f} GB)."
+    return f"Memory: {how} ({limit / 1e9:.1f} GB in all, {used / 1e9:.1f} taken, {left / 1e9:.1f} left beside a batch)."
 
 
 def activations(model: nn.Module, batch: Batch, loss: Loss, sites: Sequence[Site], blocks: Sequence[nn.Module]) -> int:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from secateur.calibration import draw, gather_gradients, quiet, standard_loss
+from secateur.calibration import draw, quiet, standard_loss
 from secateur.errors import FactError
+from secateur.gradients import gather_gradients
 from secateur.sites import find_sites
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -148,9 +149,8 @@ def test_our_adamw_walks_as_torchs_fused(monkeypatch: pytest.MonkeyPatch) -> Non
         for a, b in zip(*([p.detach() for p in model.parameters()] for model in models), strict=True):
             size = a.abs().clamp(min=float(a.square().mean().sqrt()))
             assert float(((a - b).abs() / size).max()) <= 4 * (step + 1) * UNIT
-    saved = optimizers[1].state_dict()
-    optimizers[0].load_state_dict(saved)
-    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))  # or else both would move one state
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     for optimizer in optimizers:
         optimizer.step()
     for a, b in zip(*([p.detach() for p in model.parameters()] for model in models), strict=True):

@@ -1,4 +1,4 @@
-"""Gathering in less memory: the same statistics in several passes, activations made again, sums rounded by chance."""
+"""Gathering in less memory: statistics on the host, activations made again, means rounded by chance."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import secateur as sc
-from secateur.calibration import Gradients, gather_gradients, rounded_by_chance
 from secateur.errors import FactError
+from secateur.gradients import Gradients, gather_gradients, rounded_by_chance
 from secateur.sites import find_sites
 from secateur.subject import Subject
 from secateur.thrift import Thrift, as_bytes, made_again, plan
@@ -22,7 +22,7 @@ def tower() -> Tower:
     return Tower()
 
 
-@pytest.mark.parametrize("thrift", [Thrift(passes=3, again=True, aside=True), Thrift(again=True), Thrift(passes=2)])
+@pytest.mark.parametrize("thrift", [Thrift(room=300, again=True), Thrift(again=True), Thrift(room=0)])
 def test_every_way_gives_the_same_masks(thrift: Thrift, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [
         sc.prune(tower(), IDS, rounds=2).masks,
@@ -39,11 +39,17 @@ def test_every_way_gives_the_same_masks(thrift: Thrift, monkeypatch: pytest.Monk
         assert all(torch.equal(mine[name], mask) for name, mask in right.items())
 
 
-def test_groups_are_neighbours_last_first() -> None:
-    sites, _ = find_sites(tower())
-    groups = Thrift(passes=3).groups(sites)
-    assert [site.name for group in groups for site in group] == [site.name for site in reversed(sites)]
-    assert [len(group) for group in groups] == [2, 2, 2]
+def test_only_so_many_statistics_stay_where_the_weights_are() -> None:
+    sites, _ = find_sites(tower().to("meta"))
+    sizes = [site.parameter.numel() for site in sites]
+    found = Gradients(sites, {"gradient_max", "exp_avg_sq"}, 3, room=sizes[0] + sizes[1] + sizes[2] - 1)
+    stayed = [all(t.device.type == "meta" for t in found.facts[site.name].values()) for site in sites]
+    assert stayed[:2] == [True, True]
+    assert sum(size for size, here in zip(sizes, stayed, strict=True) if here) < sum(sizes[:3])
+    assert all(
+        t.device.type == "cpu" for site, here in zip(sites, stayed, strict=True) if not here
+        for t in found.facts[site.name].values()
+    )  # fmt: skip
 
 
 def test_blocks_are_run_again_on_the_way_back_and_only_inside() -> None:
@@ -81,12 +87,10 @@ def test_sums_in_bf16_do_not_stand_still() -> None:
     """Two thousand equal squares: rounded to the nearest, the sum would stop growing at a few hundred."""
     layer = nn.Linear(64, 64, bias=False)
     sites, _ = find_sites(layer, only="*")
-    with Gradients(sites, {"exp_avg_sq"}, torch.bfloat16) as found:
+    with Gradients(sites, {"exp_avg_sq"}, 2000, torch.bfloat16) as found:
         for _ in range(2000):
             layer.weight.grad = None
             layer.weight.sum().backward()
-            found.batches += 1
-    found.finish()
     assert float(found.facts["weight"]["exp_avg_sq"].float().mean()) == pytest.approx(1.0, rel=0.02)
     exact = gather_gradients(
         layer, [None], sites, {"gradient_max"}, loss=lambda m, _: m.weight.sum(), dtype=torch.bfloat16

@@ -20,8 +20,9 @@ from secateur.bench import record
 from secateur.bench.measuring import Utilisation, add_device, device_of, positive
 from secateur.blocks import find_blocks
 from secateur.calibration import device_of as device_of_model
-from secateur.calibration import gather_gradients, standard_loss
+from secateur.calibration import standard_loss
 from secateur.errors import SecateurError
+from secateur.gradients import gather_gradients
 from secateur.optional import library
 from secateur.probing import probe
 from secateur.pruning import prune
@@ -38,6 +39,7 @@ TINY = {
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 SHAPES = {"mistral-7b": MISTRAL_7B, "tiny": TINY}
+DEVIATION = 0.02  # of the weights, as the model's own config has it
 JOBS = {"joint probe": (probe, {}), "five rounds of variance": (prune, {"rounds": 5})}
 
 
@@ -96,6 +98,15 @@ def build(shape: dict[str, int], device: torch.device) -> nn.Module:
     return model.eval()
 
 
+@torch.no_grad()
+def make_dense(model: nn.Module) -> None:
+    """Draw all weights that can be pruned anew, always the same."""
+    sites, _ = find_sites(model)
+    draw = torch.Generator(sites[0].parameter.device).manual_seed(0)
+    for site in sites:
+        site.parameter.normal_(0, DEVIATION, generator=draw)
+
+
 def passing(model: nn.Module, ids: Tensor, batch: int, again: bool) -> dict[str, Any]:
     """A few sequences forward and backward with the maximum folded in; None for the times where it does not fit."""
     sites, _ = find_sites(model)
@@ -128,9 +139,9 @@ def passing(model: nn.Module, ids: Tensor, batch: int, again: bool) -> dict[str,
 
 
 def job(model: nn.Module, name: str, ids: Tensor, batch: int, memory: str | None) -> dict[str, Any]:
-    """One job from dense weights, which it gets back afterwards."""
+    """One job from dense weights."""
     work, settings = JOBS[name]
-    dense = {key: tensor.to("cpu", copy=True) for key, tensor in model.state_dict().items()}
+    make_dense(model)
     limit, cuda = as_bytes(memory), device_of_model(model).type == "cuda"
     if cuda and limit is not None:
         torch.cuda.empty_cache()
@@ -144,7 +155,6 @@ def job(model: nn.Module, name: str, ids: Tensor, batch: int, memory: str | None
             torch.cuda.synchronize()
             torch.cuda.set_per_process_memory_fraction(1.0)
     seconds = time.perf_counter() - began
-    model.load_state_dict(dense)
     return {
         "job": name,
         "memory": memory,

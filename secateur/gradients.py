@@ -1,0 +1,130 @@
+"""Statistics of gradients over some batches, each gradient folded in and freed the moment it exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.calibration import Batch, Loss, device_of, quiet, standard_loss, to_device
+from secateur.errors import FactError
+from secateur.sites import Site
+
+# Facts made of gradients over all batches, and what one batch's gradient, this share of all, does to each. Adam's
+# names, because they are Adam's quantities with a horizon of all batches: scores that read them work after training.
+GRADIENT_FACTS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "exp_avg": lambda mean, g, share: mean.add_(g, alpha=share),
+    "exp_avg_sq": lambda mean, g, share: mean.addcmul_(g, g, value=share),
+    "gradient": lambda mean, g, share: mean.add_(g.abs(), alpha=share),
+    "gradient_max": lambda most, g, _: torch.maximum(most, g.abs(), out=most),
+}
+MEANS = ("exp_avg", "exp_avg_sq", "gradient")
+CHUNK = 1 << 23  # numbers rounded by chance at a time
+
+
+class Gradients:
+    """Statistics of gradients, gathered inside a `with`.
+
+    Those of the first `room` weights stay where the weights are, the others on the host, from where each is fetched
+    when its gradient is there. Kept in bf16, means are rounded up or down by chance, so that what is small beside them
+    still counts on average.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        wanted: Collection[str],
+        batches: int,
+        dtype: torch.dtype = torch.float32,
+        room: int | None = None,
+    ) -> None:
+        self._sites, self._share = sites, 1 / batches
+        names = [name for name in GRADIENT_FACTS if name in wanted]
+        self.facts: dict[str, dict[str, Tensor]] = {}
+        for site in sites:
+            stays = room is None or site.parameter.numel() <= room
+            room = None if room is None else room - site.parameter.numel() if stays else room
+            self.facts[site.name] = {name: _zeros(site.parameter, dtype, stays) for name in names}
+        self._of = {id(site.parameter): self.facts[site.name] for site in sites}
+        self._draws: dict[torch.device, torch.Generator] = {}
+
+    def __enter__(self) -> Gradients:
+        self._handles = [site.parameter.register_post_accumulate_grad_hook(self._hook) for site in self._sites]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # statistics on their way to the host have arrived
+
+    def _hook(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        assert gradient is not None
+        self.fold(parameter, gradient)
+
+    def fold(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Take in a batch's gradient of a parameter, wherever it is."""
+        for name, statistic in self._of[id(parameter)].items():
+            near = statistic.to(gradient.device, non_blocking=True)
+            if near.dtype == torch.float32 or name not in MEANS:
+                GRADIENT_FACTS[name](near, gradient.to(near.dtype), self._share)
+            else:
+                self._fold_rounded(name, near, gradient)
+            if near is not statistic:
+                statistic.copy_(near, non_blocking=True)
+
+    def _fold_rounded(self, name: str, statistic: Tensor, gradient: Tensor) -> None:
+        device = gradient.device
+        draw = self._draws.setdefault(device, torch.Generator(device).manual_seed(0))
+        for kept, new in zip(statistic.view(-1).split(CHUNK), gradient.reshape(-1).split(CHUNK), strict=True):
+            kept.copy_(rounded_by_chance(GRADIENT_FACTS[name](kept.float(), new.float(), self._share), draw))
+
+
+def _zeros(parameter: Tensor, dtype: torch.dtype, stays: bool) -> Tensor:
+    if stays:
+        return torch.zeros_like(parameter, dtype=dtype)
+    pinned = torch.cuda.is_available()  # so that a GPU can fetch it quickly
+    return torch.zeros(parameter.shape, dtype=dtype, device="cpu", pin_memory=pinned)
+
+
+def rounded_by_chance(values: Tensor, draw: torch.Generator) -> Tensor:
+    """fp32 numbers that are exact in bf16: either neighbour, the nearer one likelier. Overwrites what it is given."""
+    bits = values.view(torch.int32)
+    bits += torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=draw)
+    bits &= -(1 << 16)
+    return values
+
+
+def gather_gradients(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    sites: Sequence[Site],
+    wanted: Collection[str],
+    *,
+    loss: Loss = standard_loss,
+    dtype: torch.dtype = torch.float32,
+    room: int | None = None,
+    watch: AbstractContextManager[Any] | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> Mapping[str, dict[str, Tensor]]:
+    """Facts of each site by name, from one backward pass for every batch; `watch` stands around the forward passes."""
+    device = device_of(model)
+    trained, gathering = [site.parameter for site in sites], Gradients(sites, wanted, len(batches), dtype, room)
+    with quiet(model, trained), torch.enable_grad(), gathering:
+        for batch in batches:
+            with watch or nullcontext():
+                value = loss(model, to_device(batch, device))
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise FactError(f"The loss must be one number that depends on the weights; it is {shape}.")
+            if bool(value.isnan()):
+                raise FactError("The loss of a batch is NaN: nothing can be learned from its gradients.")
+            if value.requires_grad:  # or else these weights had no part in it, which is no evidence
+                value.backward()
+            tick()
+    return gathering.facts
