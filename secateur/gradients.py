@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from secateur.calibration import Batch, Loss, device_of, quiet, standard_loss, to_device
 from secateur.errors import FactError
+from secateur.shelf import Shelf, empty_on_host
 from secateur.sites import Site
 
 # Facts made of gradients over all batches, and what one batch's gradient, this share of all, does to each. Adam's
@@ -49,6 +50,7 @@ class Gradients:
             room = None if room is None else room - site.parameter.numel() if stays else room
             self.facts[site.name] = {name: _zeros(site.parameter, dtype, stays) for name in names}
         self._of = {id(site.parameter): self.facts[site.name] for site in sites}
+        self._shelf = Shelf()
         self._draws: dict[torch.device, torch.Generator] = {}
 
     def __enter__(self) -> Gradients:
@@ -58,8 +60,7 @@ class Gradients:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # statistics on their way to the host have arrived
+        self._shelf.settle()
 
     def _hook(self, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -70,13 +71,11 @@ class Gradients:
     def fold(self, parameter: Tensor, gradient: Tensor) -> None:
         """Take in a batch's gradient of a parameter, wherever it is."""
         for name, statistic in self._of[id(parameter)].items():
-            near = statistic.to(gradient.device, non_blocking=True)
-            if near.dtype == torch.float32 or name not in MEANS:
-                GRADIENT_FACTS[name](near, gradient.to(near.dtype), self._share)
-            else:
-                self._fold_rounded(name, near, gradient)
-            if near is not statistic:
-                statistic.copy_(near, non_blocking=True)
+            with self._shelf.lent(statistic, gradient.device) as near:
+                if near.dtype == torch.float32 or name not in MEANS:
+                    GRADIENT_FACTS[name](near, gradient.to(near.dtype), self._share)
+                else:
+                    self._fold_rounded(name, near, gradient)
 
     def _fold_rounded(self, name: str, statistic: Tensor, gradient: Tensor) -> None:
         device = gradient.device
@@ -88,8 +87,7 @@ class Gradients:
 def _zeros(parameter: Tensor, dtype: torch.dtype, stays: bool) -> Tensor:
     if stays:
         return torch.zeros_like(parameter, dtype=dtype)
-    pinned = torch.cuda.is_available()  # so that a GPU can fetch it quickly
-    return torch.zeros(parameter.shape, dtype=dtype, device="cpu", pin_memory=pinned)
+    return empty_on_host(parameter.shape, dtype, torch.cuda.is_available()).zero_()
 
 
 def rounded_by_chance(values: Tensor, draw: torch.Generator) -> Tensor:
@@ -115,6 +113,7 @@ def gather_gradients(
     """Facts of each site by name, from one backward pass for every batch; `watch` stands around the forward passes."""
     device = device_of(model)
     trained, gathering = [site.parameter for site in sites], Gradients(sites, wanted, len(batches), dtype, room)
+    before: Tensor | None = None
     with quiet(model, trained), torch.enable_grad(), gathering:
         for batch in batches:
             with watch or nullcontext():
@@ -122,9 +121,15 @@ def gather_gradients(
             if not isinstance(value, Tensor) or value.numel() != 1:
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise FactError(f"The loss must be one number that depends on the weights; it is {shape}.")
-            if bool(value.isnan()):
-                raise FactError("The loss of a batch is NaN: nothing can be learned from its gradients.")
             if value.requires_grad:  # or else these weights had no part in it, which is no evidence
                 value.backward()
+            _check_number(before)  # not this one, for which a device would have to be waited for
+            before = value.detach()
             tick()
+        _check_number(before)
     return gathering.facts
+
+
+def _check_number(loss: Tensor | None) -> None:
+    if loss is not None and bool(loss.isnan()):
+        raise FactError("The loss of a batch is NaN: nothing can be learned from its gradients.")

@@ -38,8 +38,7 @@ class Held:
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.shapes = [weight.shape for weight in weights]
         self.packed = kernels.serves(*weights)
-        whole = [torch.ones(weight.shape, dtype=torch.bool, device=weight.device) for weight in weights]
-        self.masks = [to_bits(mask.view(-1)) for mask in whole] if self.packed else whole
+        self.masks = [_all_kept(weight, self.packed) for weight in weights]
         self.dead = [0] * len(weights)
 
     @property
@@ -63,6 +62,11 @@ class Held:
                 mine.copy_(mask.view(mine.shape))
         counts = kernels.population(self.masks) if kept is None else kept
         self.dead = [shape.numel() - count for shape, count in zip(self.shapes, counts, strict=True)]
+
+
+def _all_kept(weight: Tensor, packed: bool) -> Tensor:
+    whole = torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
+    return to_bits(whole.view(-1)) if packed else whole
 
 
 class Masks(Mapping[str, Tensor]):

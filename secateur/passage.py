@@ -22,7 +22,7 @@ Calls = dict[str, list[Tensor]]  # inputs of every site, one tensor for each tim
 Work = Callable[[Site, Tensor, Tensor | None, Tensor], None]
 
 
-MERGED = {"cuda": 128 << 20}  # bytes of state run through a block at once; on CPUs larger batches gain nothing
+MERGED = {"cuda": 256 << 20}  # bytes of state run through a block at once; on CPUs larger batches gain nothing
 
 
 class Enough(Exception):  # noqa: N818 - no error: everything that was to be seen was seen
@@ -128,15 +128,15 @@ def in_order(subject: Subject, name: str, work: Work, dense: Mapping[str, Tensor
     """Do this work on every site. With `dense`, layer after layer, each with what the dense model has in its place;
     without, block after block, which takes fewer passes. Returns the sites nothing was multiplied with."""
     idle: list[Site] = []
-    with subject.stages.stage(name, max(1, len(subject.blocks))) as tick, torch.no_grad():
+    stage = subject.stages.stage(name, max(1, len(subject.blocks)))
+    with stage as tick, torch.no_grad(), quiet(subject.model):
         for part in parts(subject, dense):
-            with quiet(subject.model):
-                recordings = _record(part)
-                together = _together(recordings[0])
-                idle += [site for site in part.sites if site.name not in recordings[0]]
-                for groups in [[group] for group in together] if dense is not None else [together]:
-                    _visit(part, groups, recordings, work)
-                part.done()
+            recordings = _record(part)
+            together = _together(recordings[0])
+            idle += [site for site in part.sites if site.name not in recordings[0]]
+            for groups in [[group] for group in together] if dense is not None else [together]:
+                _visit(part, groups, recordings, work)
+            part.done()
             tick()
     return idle
 

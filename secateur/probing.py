@@ -15,9 +15,10 @@ from secateur.choices import scope_for, selector
 from secateur.errors import PatternError, ScheduleError
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
+from secateur.shelf import on_host
 from secateur.sites import Globs
 from secateur.subject import Subject
-from secateur.thrift import on_host
+from secateur.thrift import fits_twice
 from secateur.tiles import parse_pattern
 from secateur.veto import Probe
 
@@ -36,11 +37,15 @@ def mean_loss(subject: Subject) -> float:
 
 
 class Wardrobe:
-    """The dense weights, kept on the host, so that a model can be looked at in other masks and be as it was again."""
+    """The dense weights, kept where there is room, so that a model can be looked at in other masks and be as it was
+    again."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        self._dense = [on_host(site.parameter.detach()) for site in subject.sites]
+        weights = [site.parameter.detach() for site in subject.sites]
+        keep = torch.clone if fits_twice(weights, subject.memory) else on_host
+        with subject.stages.stage("a copy of the weights"):
+            self._dense = [keep(weight) for weight in weights]
 
     @torch.no_grad()
     def put_on(self, masks: Sequence[Tensor] | None) -> None:

@@ -17,10 +17,10 @@ from secateur.patterns import check_choice
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.schedules import cubic
+from secateur.shelf import on_host
 from secateur.sites import Globs
 from secateur.subject import Subject
 from secateur.targets import Selection
-from secateur.thrift import on_host
 from secateur.tiles import Pattern, parse_pattern
 
 SPARSEGPT = "sparsegpt"

@@ -51,7 +51,7 @@ class Subject:
         progress: bool = False,
         swift: bool = False,
     ) -> None:
-        self.model, self._memory = unwrap(model), as_bytes(memory)
+        self.model, self.memory = unwrap(model), as_bytes(memory)
         self._thrift: dict[tuple[int, int, int], Thrift] = {}
         self.copies = 1  # of the statistics of a sweep that are to be there at once
         flags = [(p, p.requires_grad) for p in self.model.parameters()]
@@ -81,11 +81,15 @@ class Subject:
 
     def _already_gone(self) -> None:
         """Weights that are zero are gone already: they do not compete and never return."""
-        masks = [site.parameter.detach() != 0 for site in self.sites]
-        if all(bool(mask.all()) for mask in masks):
+        counts = [int(site.parameter.detach().count_nonzero()) for site in self.sites]
+        self._before = [site.parameter.numel() - count for site, count in zip(self.sites, counts, strict=True)]
+        if not sum(self._before):
             return
-        self.held.take([to_bits(mask.reshape(-1)) if self.held.packed else mask for mask in masks])
-        self._before = list(self.held.dead)
+        masks = []
+        for site in self.sites:  # one after another: all of them as bools would be large
+            alive = (site.parameter.detach() != 0).reshape(-1)
+            masks.append(to_bits(alive) if self.held.packed else alive)
+        self.held.take(masks, counts)
         self.notes["sparse"] = f"{sum(self._before):,} weights were zero already and count as pruned."
 
     def facts(self, score: Score, more: Iterable[str] = ()) -> Facts:
@@ -134,8 +138,9 @@ class Subject:
         case = sum(site.parameter.numel() for site in sites), statistics, self.entries.first(sites)
         if case not in self._thrift:
             found = plan(
-                self.model, self.batches[0], self.loss, sites, self.blocks, self._memory, statistics, self.copies
-            )
+                self.model, self.batches[0], self.loss, sites, self.blocks, self.memory, statistics, self.copies,
+                aside=2 * self.held.nbytes,  # new masks beside those that are held
+            )  # fmt: skip
             if any(earlier.dtype != torch.float32 for earlier in self._thrift.values()):
                 found = replace(found, dtype=torch.bfloat16)  # what is compared must have been rounded alike
             self._thrift[case] = found

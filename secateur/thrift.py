@@ -54,10 +54,18 @@ def made_again(blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
     return standing_in(blocks, [wrapped(block.forward) for block in blocks])
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, from where a GPU can fetch parts quickly."""
-    pinned = tensor.device.type == "cuda"
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned).copy_(tensor)
+def fits_twice(tensors: Sequence[Tensor], memory: int | None) -> bool:
+    """Whether a device has plenty of room for a copy of these: an eighth of what is free in it, or less."""
+    device = tensors[0].device
+    if device.type != "cuda":
+        return False
+    left = _limit(device, memory) - torch.cuda.memory_allocated(device)
+    return sum(tensor.nbytes for tensor in tensors) <= left / 8
+
+
+def _limit(device: torch.device, memory: int | None) -> int:
+    free, whole = torch.cuda.mem_get_info(device)
+    return min(whole if memory is None else memory, free + torch.cuda.memory_reserved(device))
 
 
 def plan(
@@ -69,15 +77,15 @@ def plan(
     memory: int | None,
     statistics: int = 1,
     copies: int = 1,
+    aside: int = 0,
 ) -> Thrift:
     """What fits: fp32 statistics on the device if they can (`copies` of them), else bf16, else with activations made
-    again, else only part of them on the device and the others in host memory."""
+    again, else only part of them on the device and the others in host memory. `aside` bytes are for other things."""
     device = device_of(model)
     if device.type != "cuda":
         return Thrift()
-    free, whole = torch.cuda.mem_get_info(device)
-    used = torch.cuda.memory_allocated(device)
-    limit = min(whole if memory is None else memory, free + torch.cuda.memory_reserved(device))
+    limit = _limit(device, memory)
+    used = torch.cuda.memory_allocated(device) + aside
     weights = sum(site.parameter.numel() for site in sites)
     largest = max(site.parameter.numel() for site in sites)
     # A gradient, the same in fp32, its absolute value; and a statistic that came from the host.

@@ -100,7 +100,8 @@ class Probe:
         subject, sites = self.subject, [self.subject.sites[n] for n in numbers]
         old = self._old or {n: facts[STATISTIC] for n, facts in subject.gradients({STATISTIC}, sites).items()}
         self._old = {}
-        aside = next(iter(old.values())).device  # where there is room for statistics, there is for values
+        places = {statistic.device for statistic in old.values()}  # where there is room for all, there is for values
+        aside = places.pop() if len(places) == 1 else torch.device("cpu")
         values: list[Tensor] = []
         try:
             for site, n in zip(sites, numbers, strict=True):
@@ -182,7 +183,7 @@ class Probe:
                 self.hold((trial.number, trial.going(tolerance)) for trial in trials)
             else:
                 self.rank(trials, exactly)
-            empty += sum(int((t.bools() & (t.old == 0).to(t.candidates.device)).sum()) for t in trials)
+            empty += sum(int((t.bools() & (t.old.to(t.candidates.device) == 0)).sum()) for t in trials)
         if empty:
             self.subject.notes["empty"] = f"{empty:,} candidates had no gradient at all, which is no evidence: kept."
         return trials if self.order == "joint" else []
