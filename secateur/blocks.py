@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +93,15 @@ def standing_in(blocks: Sequence[nn.Module], forwards: Sequence[Callable[..., An
                 block.forward = before
 
 
-def find_blocks(model: nn.Module, batch: Batch, forward: Forward, sites: Sequence[Site]) -> list[nn.Module]:
-    """The list of modules that holds most of the sites and is passed through in order, or nothing."""
+def find_blocks(
+    model: nn.Module,
+    batch: Batch,
+    forward: Forward,
+    sites: Sequence[Site],
+    around: Callable[[Sequence[nn.Module]], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> list[nn.Module]:
+    """The list of modules that holds most of the sites and is passed through in order, or nothing. Each list is tried
+    inside whatever is to be put `around` it."""
     inside = {id(site.parameter): site.parameter.numel() for site in sites}
 
     def weight_of(module: nn.Module) -> int:
@@ -103,7 +110,11 @@ def find_blocks(model: nn.Module, batch: Batch, forward: Forward, sites: Sequenc
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     lists = [blocks for blocks in lists if len(blocks) > 1]
     for blocks in sorted(lists, key=lambda blocks: -sum(map(weight_of, blocks))):
-        if weight_of(nn.ModuleList(blocks)) and _follow(model, blocks, batch, forward):
+        if not weight_of(nn.ModuleList(blocks)):
+            continue
+        with around(blocks):
+            follow = _follow(model, blocks, batch, forward)
+        if follow:
             return blocks
     return []
 

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from secateur.errors import FactError
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
 
+LOGITS = 1 << 25  # that are taken to fp32 at a time: those of a large vocabulary would take more room than the model
+IGNORED = -100  # the target that is none, as torch has it
 # What transformers' models are told while they are watched: no keys and values kept for generation, which would take
 # room and make a second run of a block see the first; and experts one after another, so that their inputs are seen.
 WATCHABLE = {"use_cache": False, "_experts_implementation": "eager"}
@@ -88,7 +91,16 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean over all predictions; classes are last, or, in pictures, second."""
     if logits.ndim != 4 and logits.ndim == targets.ndim + 1 and logits.shape[:-1] == targets.shape:
         logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    return nn.functional.cross_entropy(logits.float(), targets)
+    if logits.ndim != 2 or logits.numel() <= LOGITS:
+        return nn.functional.cross_entropy(logits.float(), targets)
+    rows = max(1, LOGITS // logits.shape[1])
+    parts = zip(logits.split(rows), targets.split(rows), strict=True)
+    total = sum(checkpoint(_summed, *part, use_reentrant=False) for part in parts)
+    return torch.as_tensor(total) / (targets != IGNORED).sum()
+
+
+def _summed(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORED)
 
 
 def device_of(model: nn.Module) -> torch.device:

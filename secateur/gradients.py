@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from secateur.calibration import Batch, Loss, device_of, quiet, standard_loss, to_device
 from secateur.errors import FactError
+from secateur.ferry import Ferry
 from secateur.shelf import Shelf, empty_on_host
 from secateur.sites import Site
 
@@ -65,12 +66,12 @@ class Gradients:
     def _hook(self, parameter: Tensor) -> None:
         gradient = parameter.grad
         parameter.grad = None
-        assert gradient is not None
-        self.fold(parameter, gradient)
+        if gradient is not None:  # or else a ferry has delivered it
+            self.fold(parameter, gradient)
 
     def fold(self, parameter: Tensor, gradient: Tensor) -> None:
         """Take in a batch's gradient of a parameter, wherever it is."""
-        for name, statistic in self._of[id(parameter)].items():
+        for name, statistic in self._of.get(id(parameter), {}).items():
             with self._shelf.lent(statistic, gradient.device) as near:
                 if near.dtype == torch.float32 or name not in MEANS:
                     GRADIENT_FACTS[name](near, gradient.to(near.dtype), self._share)
@@ -107,6 +108,7 @@ def gather_gradients(
     loss: Loss = standard_loss,
     dtype: torch.dtype = torch.float32,
     room: int | None = None,
+    ferry: Ferry | None = None,
     watch: AbstractContextManager[Any] | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Mapping[str, dict[str, Tensor]]:
@@ -114,7 +116,8 @@ def gather_gradients(
     device = device_of(model)
     trained, gathering = [site.parameter for site in sites], Gradients(sites, wanted, len(batches), dtype, room)
     before: Tensor | None = None
-    with quiet(model, trained), torch.enable_grad(), gathering:
+    crossing = nullcontext() if ferry is None else ferry.delivering(gathering.fold)
+    with quiet(model, trained), torch.enable_grad(), gathering, crossing:
         for batch in batches:
             with watch or nullcontext():
                 value = loss(model, to_device(batch, device))

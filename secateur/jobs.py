@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from secateur import hf
 from secateur.bench.measuring import positive
+from secateur.calibration import standard_loss
 from secateur.errors import SecateurError, TextError
+from secateur.ferry import ferry_for
 from secateur.page import render
 from secateur.probing import ORDERS, probe
 from secateur.progress import Stages
@@ -23,6 +26,7 @@ from secateur.recipe import NAMED, RECOMMENDED, read_recipe
 from secateur.registry import resolve
 from secateur.report import Outcome
 from secateur.schedules import check_sparsity
+from secateur.sites import find_sites
 from secateur.tiles import parse_pattern
 
 # Context and windows that calibrate and evaluate, unless told: what takes minutes on such a device.
@@ -45,6 +49,12 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", nargs="+", default=[], metavar="GLOB", help="parameters or modules to leave dense")
     parser.add_argument("--only", nargs="+", metavar="GLOB", help="prune these alone")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="leave the model in host memory, or in its file, and bring"
+        " one block at a time to the device: for models larger than a GPU",
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (as stored)")
     parser.add_argument("--eval", metavar="lm-eval:TASKS", help="tasks of EleutherAI's harness too, before and after")
     parser.add_argument("--out", type=Path, help="folder for the pruned model, its masks and report (pruned-MODEL)")
@@ -79,7 +89,9 @@ def run_prune(options: argparse.Namespace) -> int:
     sparsity = 0.5 if options.sparsity is None and not follows else options.sparsity
 
     def work(model: Any, batches: list[Tensor]) -> Outcome:
-        return prune(model, batches, sparsity=sparsity, memory=options.memory, progress=True, **recipe)
+        return prune(
+            model, batches, sparsity=sparsity, memory=options.memory, device=_device(options), progress=True, **recipe
+        )
 
     return _run(options, work)
 
@@ -95,7 +107,7 @@ def run_probe(options: argparse.Namespace) -> int:
         return probe(
             model, batches, score=options.score, sparsity=0.5 if options.sparsity is None else options.sparsity,
             order=options.order, group=group, tolerance=options.tolerance, shrink=options.shrink, exact=options.exact,
-            skip=options.skip, only=options.only, memory=options.memory, progress=True,
+            skip=options.skip, only=options.only, memory=options.memory, device=_device(options), progress=True,
         )  # fmt: skip
 
     return _run(options, work)
@@ -107,10 +119,7 @@ def _run(options: argparse.Namespace, work: Callable[[Any, list[Tensor]], Outcom
     if options.eval and not options.eval.startswith(HARNESS):
         raise SecateurError(f"--eval {options.eval} is not known. Write {HARNESS}TASK or {HARNESS}TASK,TASK.")
     tasks = options.eval.removeprefix(HARNESS).split(",") if options.eval else []
-    there = torch.cuda.is_available()
-    if options.device == "cuda" and not there:
-        raise SecateurError("--device cuda: there is no CUDA device here. Use --device cpu.")
-    device = "cuda" if there and options.device != "cpu" else "cpu"
+    device = _device(options)
     folder = options.out or Path(f"pruned-{Path(options.model).name}")
     if folder.exists() and not folder.is_dir():
         raise SecateurError(f"--out {folder} is a file; the pruned model needs a folder.")
@@ -119,18 +128,21 @@ def _run(options: argparse.Namespace, work: Callable[[Any, list[Tensor]], Outcom
     dtype = getattr(torch, options.dtype) if options.dtype else None
     stages = Stages(torch.device(device), show=True)
     with stages.stage("load"):
-        model, tokenizer = hf.load(options.model, dtype=dtype, device=device)
-    calibration, evaluation = _texts(options, tokenizer, device)
+        model, tokenizer = hf.load(options.model, dtype=dtype, device=None if options.stream else device)
+    calibration, evaluation = _texts(options, tokenizer, torch.device(device).type)
     hf.check_context(model, calibration.shape[1])
     found = []
+    crossing = _crossing(model, calibration, device) if options.stream else nullcontext
     for when in ("before", "after"):
         if when == "after":
             outcome = work(model, list(calibration.split(options.batch)))
-        with stages.stage(f"perplexity {when}", len(evaluation)) as tick:
+        with crossing(), stages.stage(f"perplexity {when}", len(evaluation)) as tick:
             figure = hf.perplexity(model, evaluation, batch=options.batch, progress=lambda *_: tick())
         found.append((f"perplexity {when}, context {calibration.shape[1]}, held-out text", figure))
         if tasks:
-            found += [(f"{name} {when}", value) for name, value in hf.lm_eval(model, tokenizer, tasks).items()]
+            with crossing():
+                answers = hf.lm_eval(model, tokenizer, tasks)
+            found += [(f"{name} {when}", value) for name, value in answers.items()]
     outcome = replace(outcome, found=(*found, *outcome.found), stages=(*stages.done, *outcome.stages))
     title = f"{options.model} pruned to {outcome.sparsity:.1%}"
     texts = {"report.md": f"# {title}\n\n{outcome.to_markdown()}\n", "report.json": outcome.to_json() + "\n"}
@@ -138,6 +150,19 @@ def _run(options: argparse.Namespace, work: Callable[[Any, list[Tensor]], Outcom
     hf.save(model, tokenizer, folder, outcome.masks, texts, overwrite=options.overwrite)
     print(f"{outcome}\n\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html")
     return 0
+
+
+def _device(options: argparse.Namespace) -> str:
+    there = torch.cuda.is_available()
+    if options.device == "cuda" and not there:
+        raise SecateurError("--device cuda: there is no CUDA device here. Use --device cpu.")
+    device = "cuda" if there and options.device != "cpu" else "cpu"
+    return f"{device}:0" if options.stream else device  # named, so that it is another than where the model is
+
+
+def _crossing(model: Any, windows: Tensor, device: str) -> Callable[[], AbstractContextManager[None]]:
+    sites, _ = find_sites(model)
+    return ferry_for(model, windows[:1], standard_loss, sites, torch.device(device)).crossing
 
 
 def _texts(options: argparse.Namespace, tokenizer: Any, device: str) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from secateur.calibration import Batch, Loss
@@ -46,6 +47,7 @@ def probe_until(
     only: Globs | None = None,
     limit: int | None = None,
     memory: str | int | None = None,
+    device: torch.device | str | None = None,
     progress: bool = False,
 ) -> Outcome:
     """Probe at `start`, then at `step` more, and so on, while `evaluate(model)` (higher is better, on data that is not
@@ -63,7 +65,9 @@ def probe_until(
     chosen = resolve(score)
     scope = scope_for(chosen, scope, None, None)
     _, select = selector(scope, None, None, start)
-    subject = Subject(model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, progress=progress)
+    subject = Subject(
+        model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress
+    )
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     search = _Search(work, Wardrobe(subject), evaluate, max_drop, tune, refresh)
     search.run(start, step, tolerance)

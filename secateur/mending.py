@@ -34,7 +34,7 @@ def repair(subject: Subject, dense: Mapping[str, Tensor]) -> None:
         weight = site.parameter.detach()
         mended, count = weight.contiguous(), len(products)
         before = as_matrices(dense[site.name].to(weight.device).contiguous(), site.layout, count)
-        kept = as_matrices(masks[site.name].contiguous(), site.layout, count)
+        kept = as_matrices(masks[site.name].to(weight.device).contiguous(), site.layout, count)
         for number, mine in enumerate(as_matrices(mended, site.layout, count)):
             product, seen = products[number], int(tokens[number])
             if seen == 0 or bool(kept[number].all()):

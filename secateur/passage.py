@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from secateur.blocks import Chain, enter
 from secateur.calibration import device_of, quiet, to_device
 from secateur.errors import FactError
+from secateur.ferry import landed
 from secateur.inputs import Inputs, product_of
 from secateur.sites import Site
 from secateur.subject import Subject
@@ -81,22 +83,27 @@ class Part:
     done: Callable[[], None]
 
 
-def parts(subject: Subject, dense: Mapping[str, Tensor] | None) -> Iterator[Part]:
+def parts(subject: Subject, dense: Mapping[str, Tensor] | None) -> Generator[Part]:
     """The blocks one after another, then whatever lies outside of them; with `dense`, each beside its dense twin."""
     model, sites, batches = subject.model, subject.sites, subject.batches
-    chain = enter(model, subject.blocks, batches, subject.loss) if subject.blocks else None
+    with subject.crossing():
+        chain = enter(model, subject.blocks, batches, subject.loss) if subject.blocks else None
     done: set[str] = set()
     if chain is not None:
-        chain = chain.merged(MERGED.get(device_of(model).type, 0))
+        chain = chain.merged(MERGED.get(subject.device.type, 0))
         states = list(chain.states) if dense is not None else []
         for number, block in enumerate(chain.blocks):
             inside = {id(parameter): name for name, parameter in block.named_parameters()}
             mine = [site for site in sites if id(site.parameter) in inside]
             done |= {site.name for site in mine}
-            yield _block(chain, number, mine, inside, states, dense)
+            with landed([*block.parameters(), *block.buffers()], subject.device):
+                yield _block(chain, number, mine, inside, states, dense)
     if rest := [site for site in sites if site.name not in done]:
-        device = device_of(model)
-        yield Part(rest, len(batches), lambda b: subject.loss(model, to_device(batches[b], device)), None, lambda: None)
+        with subject.crossing():
+            device = device_of(model)
+            yield Part(
+                rest, len(batches), lambda b: subject.loss(model, to_device(batches[b], device)), None, lambda: None
+            )
 
 
 def _block(
@@ -129,8 +136,9 @@ def in_order(subject: Subject, name: str, work: Work, dense: Mapping[str, Tensor
     without, block after block, which takes fewer passes. Returns the sites nothing was multiplied with."""
     idle: list[Site] = []
     stage = subject.stages.stage(name, max(1, len(subject.blocks)))
-    with stage as tick, torch.no_grad(), quiet(subject.model):
-        for part in parts(subject, dense):
+    work_through = closing(parts(subject, dense))  # so that blocks go home whatever happens
+    with stage as tick, torch.no_grad(), quiet(subject.model), work_through as stretches:
+        for part in stretches:
             recordings = _record(part)
             together = _together(recordings[0])
             idle += [site for site in part.sites if site.name not in recordings[0]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur import kernels
-from secateur.calibration import Batch, Loss, device_of, quiet, to_device
+from secateur.calibration import Batch, Loss
 from secateur.choices import scope_for, selector
 from secateur.errors import PatternError, ScheduleError
 from secateur.registry import Score, resolve
@@ -30,9 +30,7 @@ EXACT_POOL = 1.25  # candidates for each weight that is to go, when they are ran
 
 def mean_loss(subject: Subject) -> float:
     """The loss over the first of the subject's own batches: something to compare masks by, no measure of quality."""
-    device, some = device_of(subject.model), subject.batches[:JUDGED]
-    with quiet(subject.model), torch.no_grad():
-        losses = [float(subject.loss(subject.model, to_device(batch, device))) for batch in some]
+    losses = subject.losses(JUDGED)
     return sum(losses) / len(losses)
 
 
@@ -105,6 +103,7 @@ def probe(
     only: Globs | None = None,
     limit: int | None = None,
     memory: str | int | None = None,
+    device: torch.device | str | None = None,
     progress: bool = False,
 ) -> Outcome:
     """Prune what a score proposes and the gradients agree to (GradProbe).
@@ -127,7 +126,9 @@ def probe(
     if tolerances and order != "joint":
         raise PatternError("tolerances are tried on the gradients of one joint probe; use order='joint'.")
     wanted, select = selector(scope, shape, allocation, sparsity)
-    subject = Subject(model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, progress=progress)
+    subject = Subject(
+        model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress
+    )
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     pool = min(0.999, EXACT_POOL * wanted) if exact else wanted
     found = _judged(work, evaluate, tolerances, refresh, pool, tolerance, wanted if exact else None)

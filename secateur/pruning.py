@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ def prune(
     method: str | None = None,
     limit: int | None = None,
     memory: str | int | None = None,
+    device: torch.device | str | None = None,
     progress: bool = False,
 ) -> Outcome:
     """Prune a trained model in place to exactly this sparsity, and say what was done.
@@ -54,19 +56,21 @@ def prune(
     along a cubic and everything is measured anew in between. `reconstruct=True` repairs the surviving weights at the
     end, "every" after every round, so that the next round measures the repaired ones. `method="sparsegpt"` is SparseGPT
     itself, which chooses by its own rule. On a GPU a model in fp32 is measured in bf16 (autocast), unless `loss` is
-    given. `memory` ("24GB") limits what the GPU holds in all, weights included. The report has the masks
-    (`report.masks`).
+    given. `memory` ("24GB") limits what the GPU holds in all, weights included. A model on the host is streamed to
+    `device` block by block, if that is another. The report has the masks (`report.masks`).
     """
     shape = parse_pattern(pattern)
     _check(rounds, reconstruct, method, scope is None and allocation is None)
-    settings = {"loss": loss, "skip": skip, "only": only, "limit": limit, "memory": memory, "progress": progress}
-    settings["swift"] = True
+    settings: dict[str, Any] = {
+        "loss": loss, "skip": skip, "only": only, "limit": limit, "memory": memory, "device": device,
+        "progress": progress, "swift": True,
+    }  # fmt: skip
     if method == SPARSEGPT:
-        return _by_sparsegpt(Subject(model, batches, **settings), sparsity, shape)  # type: ignore[arg-type]
+        return _by_sparsegpt(Subject(model, batches, **settings), sparsity, shape)
     chosen = resolve(score)
     scope = scope_for(chosen, scope, shape, allocation)
     wanted, select = selector(scope, shape, allocation, sparsity)
-    subject = Subject(model, batches, **settings)  # type: ignore[arg-type]
+    subject = Subject(model, batches, **settings)
     _in_rounds(subject, chosen, select, wanted, rounds, reconstruct)
     how = f"{rounds} round{'s' if rounds > 1 else ''}" + (f", repaired ({reconstruct})" if reconstruct else "")
     return subject.outcome(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -45,13 +45,15 @@ def as_bytes(memory: str | int | None) -> int | None:
     return int(float(match.group(1)) * UNITS[match.group(2).upper()])
 
 
-def made_again(blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
+@contextmanager
+def made_again(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, what blocks compute on the way forward is not kept but computed again on the way back."""
 
     def wrapped(forward: Any) -> Any:
         return lambda *given, **named: checkpoint(forward, *given, use_reentrant=False, **named)
 
-    return standing_in(blocks, [wrapped(block.forward) for block in blocks])
+    with standing_in(blocks, [wrapped(block.forward) for block in blocks]):  # whatever stands there by then
+        yield
 
 
 def fits_twice(tensors: Sequence[Tensor], memory: int | None) -> bool:

@@ -12,9 +12,10 @@ from secateur.bits import as_bool, to_bits
 from secateur.choices import Select
 from secateur.errors import PatternError
 from secateur.facts import UNKNOWN, target_of
+from secateur.observed import Facts
 from secateur.pieces import Where, flat_part
 from secateur.registry import Score
-from secateur.subject import Facts, Subject
+from secateur.subject import Subject
 from secateur.targets import Selection, Target
 
 STATISTIC = "gradient_max"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from secateur import calibration
 from secateur.calibration import draw, quiet, standard_loss
 from secateur.errors import FactError
 from secateur.gradients import gather_gradients
@@ -126,3 +127,32 @@ def test_losses_and_what_is_said_when_none_is_known() -> None:
     with quiet(model):
         assert not any(p.requires_grad for p in model.parameters())
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_large_logits_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(3, 50, 11, dtype=torch.bfloat16), torch.randint(0, 11, (3, 50))
+    targets[0, :7] = -100
+    found = []
+    for most in (1 << 25, 40):
+        monkeypatch.setattr(calibration, "LOGITS", most)
+        mine = logits.clone().requires_grad_()
+        loss = calibration.cross_entropy(mine, targets)
+        loss.backward()
+        found.append((loss.detach(), mine.grad))
+    torch.testing.assert_close(found[1][0], found[0][0])
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=0.01, atol=1e-6)
+
+
+def test_a_loss_in_bf16() -> None:
+    """Products are rounded, the weights and what they are told stay fp32."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 8)
+    batch = torch.randn(32, 64), torch.randint(0, 8, (32,))
+    sites, _ = find_sites(model, only="*")
+    exact = gather_gradients(model, [batch], sites, {"exp_avg"})["weight"]["exp_avg"]
+    found = gather_gradients(model, [batch], sites, {"exp_avg"}, loss=calibration.in_bf16(standard_loss))
+    rough = found["weight"]["exp_avg"]
+    assert rough.dtype == torch.float32
+    assert not torch.equal(rough, exact)
+    torch.testing.assert_close(rough, exact, rtol=0.1, atol=1e-3)

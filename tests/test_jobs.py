@@ -41,6 +41,8 @@ def run(folder: Path, *words: str) -> int:
     [
         ("prune", "--sparsity", "0.5"),
         ("prune", "--recipe", "wanda", "--sparsity", "0.3"),
+        ("prune", "--stream"),
+        ("probe", "--stream", "--tolerance", "0.5"),
         ("prune", "--recipe", "sparsegpt", "--pattern", "2:4"),
         ("probe", "--tolerance", "0.5"),
         ("probe", "--exact", "--sparsity", "0.25", "--score", "variance"),

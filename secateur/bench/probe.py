@@ -21,7 +21,7 @@ from secateur.bench.measuring import Utilisation, add_device, device_of, positiv
 from secateur.blocks import find_blocks
 from secateur.calibration import device_of as device_of_model
 from secateur.calibration import standard_loss
-from secateur.errors import SecateurError
+from secateur.errors import FactError, SecateurError
 from secateur.gradients import gather_gradients
 from secateur.optional import library
 from secateur.probing import probe
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
             work(model, ids[:1, : min(64, options.length)], **settings)  # type: ignore[operator]
     for memory in () if options.quick else (None, options.memory):
         for name in JOBS:
-            jobs.append(job(model, name, ids, best["batch"], memory))
+            jobs.append(fitting_job(model, name, ids, best["batch"], memory))
             print(text_table(*jobs_table(jobs[-1:])), end="\n\n", flush=True)
             saved = record.save("probe", data, options, device)  # each time: the next may take long
     print(saved)
@@ -141,6 +141,19 @@ def passing(model: nn.Module, ids: Tensor, batch: int, again: bool) -> dict[str,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "activation_bytes": activations(model, some[0], standard_loss, sites, blocks) if cuda else None,
     }
+
+
+def fitting_job(model: nn.Module, name: str, ids: Tensor, batch: int, memory: str | None) -> dict[str, Any]:
+    """One job, with the largest batches up to this size that fit."""
+    while True:
+        try:
+            return job(model, name, ids, batch, memory)
+        except (FactError, torch.OutOfMemoryError) as error:
+            if batch == 1:
+                raise
+            print(f"batches of {batch} do not fit: {error}", flush=True)
+        batch //= 2
+        gc.collect()
 
 
 def job(model: nn.Module, name: str, ids: Tensor, batch: int, memory: str | None) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", required=True, help="a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT]")
     parser.add_argument("--context", type=positive, default=1024, help="tokens in a window (1024)")
     parser.add_argument("--windows", type=positive, help="windows in all (as many as the text has)")
-    parser.add_argument("--batch", type=positive, default=8, help="windows at a time (8)")
+    parser.add_argument("--batch", type=positive, default=16, help="windows at a time (16)")
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.6], help="(0.5 0.6)")
     parser.add_argument("--patterns", nargs="*", default=["2:4"], help="(2:4)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(all)")

@@ -1,0 +1,168 @@
+"""A trained model under observation: its sites, the batches of one call, and what they tell of each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.blocks import find_blocks
+from secateur.calibration import Batch, Loss, device_of, draw, in_bf16, quiet, standard_loss, to_device
+from secateur.entries import Entries
+from secateur.errors import FactError, ShardError, SiteError
+from secateur.ferry import Ferry, ferry_for
+from secateur.gradients import GRADIENT_FACTS, gather_gradients
+from secateur.inputs import Inputs, check_seen, gather_inputs
+from secateur.progress import Stages
+from secateur.registry import Score, resolve, scores
+from secateur.shards import is_sharded, unwrap
+from secateur.sites import VECTOR, Globs, Site, find_sites
+from secateur.thrift import Thrift, as_bytes, made_again, plan
+
+Facts = dict[str, dict[str, Any]]  # of every site, by name
+
+# What calibration can tell a score besides gradients and inputs. There is no horizon to correct for.
+ALWAYS = {"weight", "index", "step", "beta1", "beta2", "input_norm", *GRADIENT_FACTS}
+
+
+class Observed:
+    """Asks a model what its batches tell, on its own device or on one that it is streamed to."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Batch] | Tensor,
+        *,
+        loss: Loss | None = None,
+        skip: Globs = (),
+        only: Globs | None = None,
+        limit: int | None = None,
+        memory: str | int | None = None,
+        progress: bool = False,
+        device: torch.device | str | None = None,
+        swift: bool = False,
+    ) -> None:
+        self.model, self.memory = unwrap(model), as_bytes(memory)
+        self._thrift: dict[tuple[int, int, int], Thrift] = {}
+        self.copies = 1  # of the statistics of a sweep that are to be there at once
+        flags = [(p, p.requires_grad) for p in self.model.parameters()]
+        try:
+            for parameter in self.model.parameters():  # what was frozen for training may be pruned all the same
+                parameter.requires_grad_(parameter.is_floating_point())
+            self.sites, self.left_out = find_sites(self.model, skip, only)
+        finally:
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
+        if not self.sites:
+            telling = [f"{item.name}: {item.reason}" for item in self.left_out if item.reason != VECTOR]
+            raise SiteError(f"Nothing to prune in {type(self.model).__name__}. {'; '.join(telling[:6])}")
+        if sharded := [site.name for site in self.sites if is_sharded(site.parameter)]:
+            raise ShardError(f"{sharded[0]!r} is sharded. Calibration works on whole models: gather it first.")
+        self.batches, self.loss = draw(batches, limit), loss or standard_loss
+        home = device_of(self.model)
+        self.device = home if device is None else torch.device(device)
+        named = self.device.index is not None  # "cuda" is whichever GPU the model is on
+        self._streams = self.device.type != home.type or (named and self.device.index != home.index)
+        self.stages = Stages(self.device, progress)
+        if swift and loss is None and self.device.type == "cuda" and torch.cuda.is_bf16_supported():
+            whole = {site.parameter.dtype for site in self.sites} == {torch.float32}
+            self.loss = in_bf16(standard_loss) if whole else standard_loss
+        self.notes: dict[str, str] = {}  # by what they are about
+        self.reserved = 0  # bytes on the device that are for other things
+
+    def facts(self, score: Score, more: Iterable[str] = ()) -> Facts:
+        """Whatever the score reads, gathered from the batches on the model as it is now."""
+        wanted = {*score.needs, *more}
+        if unknown := sorted(wanted - ALWAYS):
+            work = [name for name in scores() if set(resolve(name).needs) <= ALWAYS]
+            raise FactError(
+                f"{score.name} needs {', '.join(unknown)}, which only training can tell. Scores that work here:"
+                f" {', '.join(work)}."
+            )
+        fixed = {"step": torch.tensor(float(len(self.batches))), "beta1": 0.0, "beta2": 0.0, "index": None}
+        found: Facts = {
+            site.name: {"weight": site.parameter.detach(), **{k: v for k, v in fixed.items() if k in wanted}}
+            for site in self.sites
+        }
+        watch = Inputs(self.sites) if "input_norm" in wanted else None
+        if gradients := wanted & GRADIENT_FACTS.keys():
+            for name, facts in self.gradients(gradients, watch=watch).items():
+                found[name] |= facts
+        elif watch is not None:
+            with self.crossing(), self.stages.stage("inputs", len(self.batches)) as tick:
+                gather_inputs(self.model, self.batches, watch, forward=self.loss, tick=tick)
+        if watch is not None:
+            check_seen(watch, self.sites)
+            for site in self.sites:
+                found[site.name] |= {"input_norm": watch.norms(site), "tokens": watch.seen(site)}
+        return found
+
+    def gradients(
+        self, wanted: Collection[str], sites: Sequence[Site] | None = None, watch: Inputs | None = None
+    ) -> Mapping[str, dict[str, Tensor]]:
+        """Statistics of gradients, of all sites or of some; inputs may be watched in the same sweep."""
+        sites = self.sites if sites is None else sites
+        thrift = self.thrift(sites, len(wanted))
+        again = made_again(self.blocks) if thrift.again else nullcontext()
+        part = nullcontext() if len(sites) == len(self.sites) else self.entries.beginning(sites)
+        with self.stages.stage("gradients", len(self.batches)) as tick, self.crossing(), again, part:
+            return gather_gradients(
+                self.model, self.batches, sites, wanted, loss=self.loss, dtype=thrift.dtype, room=thrift.room,
+                ferry=self.ferry, watch=watch, tick=tick,
+            )  # fmt: skip
+
+    def thrift(self, sites: Sequence[Site], statistics: int) -> Thrift:
+        """How to gather so many statistics of these sites; worked out once for each case."""
+        case = sum(site.parameter.numel() for site in sites), statistics, self.entries.first(sites)
+        if self._streams:
+            wide = any(site.parameter.dtype == torch.float32 for site in sites)
+            self.notes["memory"] = f"Blocks are streamed to {self.device} one after another; statistics on the host."
+            return Thrift(torch.float32 if wide else torch.bfloat16, room=0, again=True)
+        if case not in self._thrift:
+            found = plan(
+                self.model, self.batches[0], self.loss, sites, self.blocks, self.memory, statistics, self.copies,
+                aside=self.reserved,
+            )  # fmt: skip
+            if any(earlier.dtype != torch.float32 for earlier in self._thrift.values()):
+                found = replace(found, dtype=torch.bfloat16)  # what is compared must have been rounded alike
+            self._thrift[case] = found
+            if found.reason:
+                self.notes["memory"] = found.reason
+        return self._thrift[case]
+
+    @cached_property
+    def entries(self) -> Entries:
+        """States that enter blocks, for gradients of some sites only."""
+        return Entries(self.blocks, len(self.batches), self._first_loss)
+
+    def _first_loss(self) -> float:
+        return self.losses(1)[0]
+
+    def losses(self, most: int) -> list[float]:
+        """The loss of the first batches."""
+        with self.crossing(), quiet(self.model), torch.no_grad():
+            device = device_of(self.model)
+            return [float(self.loss(self.model, to_device(batch, device))) for batch in self.batches[:most]]
+
+    @cached_property
+    def ferry(self) -> Ferry | None:
+        """What carries blocks to the device, if the model is not there."""
+        if not self._streams:
+            return None
+        return ferry_for(self.model, self.batches[0], self.loss, self.sites, self.device)
+
+    def crossing(self) -> AbstractContextManager[None]:
+        """Inside, the model computes on the subject's device, wherever it lives."""
+        return nullcontext() if self.ferry is None else self.ferry.crossing()
+
+    @cached_property
+    def blocks(self) -> list[nn.Module]:
+        """Parts of the model that follow one another, if any."""
+        if self.ferry is not None:
+            return list(self.ferry.blocks)
+        return find_blocks(self.model, self.batches[0], self.loss, self.sites)

@@ -1,0 +1,111 @@
+"""Models that are streamed to a device block by block. "cpu:0" is another device than "cpu" as far as that goes."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import secateur as sc
+from secateur import ferry
+from secateur.errors import ModelError
+from tests import tiny
+from tests.trained import Tower
+
+IDS = torch.randint(0, 17, (6, 9), generator=torch.Generator().manual_seed(0))
+CASES: dict[str, Any] = {
+    "rounds": (sc.prune, {"rounds": 2}),
+    "wanda": (sc.prune, {"score": "wanda"}),
+    "repaired": (sc.prune, {"rounds": 2, "reconstruct": "every"}),
+    "sparsegpt": (sc.prune, {"method": "sparsegpt"}),
+    "joint": (sc.probe, {"tolerance": 0.5}),
+    "reverse": (sc.probe, {"order": "reverse", "group": "block", "score": "variance"}),
+}
+MODELS = {"tower": Tower, "llama": tiny.llama, "gpt2": lambda: tiny.gpt2(n_layer=2)}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("case", CASES)
+def test_streamed_or_not_is_the_same(name: str, case: str) -> None:
+    work, settings = CASES[case]
+    here, there = build(name), build(name)
+    homes = {key: parameter.data_ptr() for key, parameter in there.named_parameters()}
+    right = work(here, IDS.split(2), **settings)
+    found = work(there, IDS.split(2), device="cpu:0", **settings)
+    assert found.pruned == right.pruned > 0
+    for key, mask in right.masks.items():
+        assert torch.equal(found.masks[key], mask), key
+        torch.testing.assert_close(there.get_parameter(key), here.get_parameter(key))
+    for key, parameter in there.named_parameters():
+        assert parameter.data_ptr() == homes[key]
+        assert parameter.grad is None
+    assert not any("forward" in vars(module) for module in there.modules())
+
+
+def test_one_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+    real = ferry._Carried.forward
+
+    def forward(ctx: Any, parameter: Tensor, device: torch.device, deliver: Any) -> Tensor:
+        nonlocal most
+        copied = real(ctx, parameter, device, deliver)
+        alive.append(weakref.ref(copied.untyped_storage()))
+        most = max(most, sum(one() is not None for one in alive))
+        return copied
+
+    monkeypatch.setattr(ferry._Carried, "forward", staticmethod(forward))
+    model = tiny.llama(num_hidden_layers=5)
+    sc.prune(model, IDS, rounds=2, device="cpu:0")
+    each = len(list(model.model.layers[0].parameters()))
+    assert len(alive) > 50 * each
+    assert most <= 2 * each  # one on its way out while the next comes in
+
+
+def test_an_error_leaves_the_model_at_home() -> None:
+    model = build("tower")
+    homes = [parameter.data_ptr() for parameter in model.parameters()]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        model(batch)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sc.prune(model, IDS, loss=loss, device="cpu:0")
+    assert [parameter.data_ptr() for parameter in model.parameters()] == homes
+    assert not any("forward" in vars(block) for block in model.blocks)
+
+
+def test_what_cannot_be_streamed_is_refused() -> None:
+    with pytest.raises(ModelError, match="No blocks follow one another"):
+        sc.prune(nn.Linear(4, 4), [(torch.randn(2, 4), torch.randn(2, 4))], device="cpu:0", only="*")
+    shared = build("tower")
+    shared.blocks[1].up = shared.blocks[0].up
+    with pytest.raises(ModelError, match="share parameters"):
+        sc.prune(shared, IDS, device="cpu:0")
+
+
+def test_weights_come_from_the_file_and_the_file_stays(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    tiny.llama(hidden_size=64, intermediate_size=256).save_pretrained(tmp_path)
+    stored = (tmp_path / "model.safetensors").read_bytes()
+    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    places = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps]
+    address = model.model.layers[1].mlp.up_proj.weight.data_ptr()
+    assert any(low <= address < high for low, high in places), (
+        "transformers copies weights now: streaming from disk ends"
+    )
+    sc.prune(model, IDS, device="cpu:0")
+    assert model.model.layers[1].mlp.up_proj.weight.data_ptr() == address
+    assert (tmp_path / "model.safetensors").read_bytes() == stored
