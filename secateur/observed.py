@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -138,16 +139,14 @@ class Observed:
     @cached_property
     def entries(self) -> Entries:
         """States that enter blocks, for gradients of some sites only."""
-        return Entries(self.blocks, len(self.batches), self._first_loss)
-
-    def _first_loss(self) -> float:
-        return self.losses(1)[0]
+        first = partial(losses, self.model, self.batches[:1], self.loss, self.ferry)  # without a way back to self
+        return Entries(self.blocks, len(self.batches), lambda: first()[0])
 
     def losses(self, most: int) -> list[float]:
-        """The loss of the first batches."""
-        with self.crossing(), quiet(self.model), torch.no_grad():
-            device = device_of(self.model)
-            return [float(self.loss(self.model, to_device(batch, device))) for batch in self.batches[:most]]
+        """Losses of the first batches: as many as it takes to have this many numbers in them."""
+        counts = itertools.accumulate(map(numbers_in, self.batches))
+        enough = next((n for n, count in enumerate(counts, 1) if count >= most), len(self.batches))
+        return losses(self.model, self.batches[:enough], self.loss, self.ferry)
 
     @cached_property
     def ferry(self) -> Ferry | None:
@@ -166,3 +165,20 @@ class Observed:
         if self.ferry is not None:
             return list(self.ferry.blocks)
         return find_blocks(self.model, self.batches[0], self.loss, self.sites)
+
+
+def losses(model: nn.Module, batches: Sequence[Batch], loss: Loss, ferry: Ferry | None) -> list[float]:
+    """The loss of every batch."""
+    with nullcontext() if ferry is None else ferry.crossing(), quiet(model), torch.no_grad():
+        device = device_of(model)
+        return [float(loss(model, to_device(batch, device))) for batch in batches]
+
+
+def numbers_in(batch: Batch) -> int:
+    """The size of the first tensor in a batch, which is what the model reads."""
+    if isinstance(batch, Tensor):
+        return batch.numel()
+    if isinstance(batch, Mapping | tuple | list):
+        inside = batch.values() if isinstance(batch, Mapping) else batch
+        return next((part.numel() for part in inside if isinstance(part, Tensor)), 1)
+    return 1

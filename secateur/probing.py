@@ -24,7 +24,7 @@ from secateur.veto import Probe
 
 ORDERS = ("joint", "reverse", "forward", "size")
 Metric = Callable[[nn.Module], float]
-JUDGED = 16  # batches the loss is taken over when no other measure is given
+JUDGED = 1 << 15  # tokens (or numbers) that the loss is taken over when no other measure is given
 EXACT_POOL = 1.25  # candidates for each weight that is to go, when they are ranked by growth
 
 
@@ -150,7 +150,7 @@ def _judged(
     """Probe, and say how the model does before and after, in the score's own masks, and at other tolerances."""
     subject = work.subject
     metric = evaluate or (lambda _: mean_loss(subject))
-    what = "" if evaluate else f"loss on the first {min(JUDGED, len(subject.batches))} batches, "
+    what = "" if evaluate else "loss on the first batches, "
     wardrobe = Wardrobe(subject)
     found = [(f"{what}before", float(metric(subject.model)))]
     began = time.perf_counter()

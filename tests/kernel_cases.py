@@ -172,9 +172,9 @@ GROUP = {"foreach": None, "capturable": False, "differentiable": False, "fused":
 def check_adamw(kernels: Any, device: torch.device, case: dict[str, Any]) -> None:
     """The kernel's step against torch's own.
 
-    Against the fused one (on GPUs), 4 units in the last place (6 with SPAM's clipping), at the size of each number or at the root mean square
-    of its tensor, whichever is larger (a small moment is the difference of larger numbers). Against foreach, which
-    rounds 1 - beta2 = 0.001 otherwise, 3e-5 of that.
+    Against the fused one (on GPUs), 4 units in the last place (6 with SPAM's clipping), at the size of each number or
+    at the root mean square of its tensor, whichever is larger (a small moment is the difference of larger numbers).
+    Against foreach, which rounds 1 - beta2 = 0.001 otherwise, 3e-5 of that.
     """
     hyper = Hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, case["maximize"], case["amsgrad"], case["theta"])
     soft = torch.tensor([0.5, 0.9], device=device) if case["soft"] else None

@@ -158,7 +158,7 @@ def test_the_score_alone_and_other_tolerances_are_reported() -> None:
     loose = copy.deepcopy(model)
     report = sc.probe(model, batches, skip="0", scope="layer", tolerances=(0.0, 0.3, 1e12))
     found = dict(report.found)
-    assert found["loss on the first 12 batches, after"] == pytest.approx(loss_of(model, batches), rel=1e-5)
+    assert found["loss on the first batches, after"] == pytest.approx(loss_of(model, batches), rel=1e-5)
     alone = next(name for name in found if "wanda alone" in name)
     assert float(alone.rpartition(" ")[2]) == pytest.approx(report.sparsity, abs=5e-4)
     assert any(f"tolerance 0, sparsity {report.sparsity:.4f}" in name for name in found)

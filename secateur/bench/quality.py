@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", required=True, help="a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT]")
     parser.add_argument("--context", type=positive, default=1024, help="tokens in a window (1024)")
     parser.add_argument("--windows", type=positive, help="windows in all (as many as the text has)")
-    parser.add_argument("--batch", type=positive, default=16, help="windows at a time (16)")
+    parser.add_argument("--batch", type=positive, default=8, help="windows at a time (8)")
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.6], help="(0.5 0.6)")
     parser.add_argument("--patterns", nargs="*", default=["2:4"], help="(2:4)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(all)")
@@ -86,8 +86,9 @@ def run(options: argparse.Namespace) -> int:
         cell = measure(model, name, sparsity, pattern, calibration, evaluation, options.batch)
         data["cells"].append(cell)
         print(f"{name}, {pattern or sparsity}: {cell['perplexity']:.3f}, {cell['seconds']:.1f} s", flush=True)
+        saved = record.save("quality", data, options, device)  # each time: the next may take long
     print(text_table(*table(data)), end="\n\n")
-    print(record.save("quality", data, options, device))
+    print(saved)
     return 0
 
 

@@ -97,12 +97,12 @@ def save(theme: str, data: dict[str, Any], options: argparse.Namespace, device: 
         "versions": versions(),
         **data,
     }
-    if BUSY:
-        print(f"secateur: other work was running (load {LOAD_AT_START:.1f}): do not trust the times", file=sys.stderr)
     folder = options.out or results_folder()
     folder.mkdir(parents=True, exist_ok=True)
     slug = re.sub(r"[^a-z0-9]+", "-", record["hardware"].lower()).strip("-")
     path: Path = folder / f"{theme}_{slug}_{today}.json"
+    if BUSY and not path.exists():
+        print(f"secateur: other work was running (load {LOAD_AT_START:.1f}): do not trust the times", file=sys.stderr)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
