@@ -205,17 +205,23 @@ class AdamW(torch.optim.AdamW):
         return soften(self.spam, norms, norm.float(), self.taken)
 
 
-def _places(lists: list[list[Any]], group: Mapping[str, Any], hyper: Hyper) -> tuple[Any, ...] | None:
+def _places(lists: list[list[Any]], group: Mapping[str, Any], hyper: Hyper) -> list[Any] | None:
     """All that a prepared step depends on: which tensors, where they are (but for gradients, which move) and of what
     kind. None where a tensor is only partly here. A prepared step holds its tensors, so an id stands for one alone."""
     parameters, gradients, first, second, largest, steps = lists
     if any(type(g) is not Tensor for g in gradients):
         return None
-    settings = group["foreach"], group["capturable"], group["differentiable"], type(group["lr"])
-    return (
-        *settings, hyper.amsgrad, hyper.theta > 0,
-        [(id(p), p.data_ptr(), p.dtype, p.is_contiguous()) for p in parameters],
-        [(g.data_ptr() & 15 == 0, g.dtype, g.is_contiguous(), g.device) for g in gradients],
-        [(id(t), t.data_ptr()) for t in (*first, *second, *largest)],
-        [id(t) for t in steps],
-    )  # fmt: skip
+    state = (*first, *second, *largest)
+    found: list[Any] = [
+        group["foreach"], group["capturable"], group["differentiable"], type(group["lr"]), hyper.amsgrad,
+        hyper.theta > 0,
+    ]  # fmt: skip
+    # One flat list: hundreds of small ones in every step would keep Python's garbage collector busy.
+    for parameter in parameters:
+        found += id(parameter), parameter.data_ptr(), parameter.dtype, parameter.is_contiguous()
+    for gradient in gradients:
+        found += gradient.data_ptr() & 15 == 0, gradient.dtype, gradient.is_contiguous(), gradient.device
+    found += map(id, state)
+    found += [tensor.data_ptr() for tensor in state]
+    found += map(id, steps)
+    return found
