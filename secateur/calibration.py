@@ -81,6 +81,20 @@ def in_bf16(loss: Loss) -> Loss:
     return measured
 
 
+@contextmanager
+def halved(model: nn.Module) -> Iterator[None]:
+    """Inside, fp32 parameters are rounded to bf16, so that what lies between products is half as large too; afterwards
+    they are the tensors they were."""
+    homes = [(p, p.data) for p in model.parameters() if p.dtype == torch.float32]
+    try:
+        for parameter, home in homes:
+            parameter.data = home.to(torch.bfloat16)
+        yield
+    finally:
+        for parameter, home in homes:
+            parameter.data = home
+
+
 def logits_of(output: Any) -> Tensor:
     """The logits in whatever a model returns."""
     found = getattr(output, "logits", output[0] if isinstance(output, tuple | list) else output)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.blocks import find_blocks
-from secateur.calibration import Batch, Loss, device_of, draw, in_bf16, quiet, standard_loss, to_device
+from secateur.calibration import Batch, Loss, device_of, draw, halved, in_bf16, quiet, standard_loss, to_device
 from secateur.entries import Entries
 from secateur.errors import FactError, ShardError, SiteError
 from secateur.ferry import Ferry, ferry_for
@@ -70,9 +70,10 @@ class Observed:
         named = self.device.index is not None  # "cuda" is whichever GPU the model is on
         self._streams = self.device.type != home.type or (named and self.device.index != home.index)
         self.stages = Stages(self.device, progress)
-        if swift and loss is None and self.device.type == "cuda" and torch.cuda.is_bf16_supported():
-            whole = {site.parameter.dtype for site in self.sites} == {torch.float32}
-            self.loss = in_bf16(standard_loss) if whole else standard_loss
+        whole = {site.parameter.dtype for site in self.sites} == {torch.float32}
+        self.swift = swift and whole and loss is None and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        if self.swift:
+            self.loss = in_bf16(standard_loss)
         self.notes: dict[str, str] = {}  # by what they are about
         self.reserved = 0  # bytes on the device that are for other things
 
@@ -110,8 +111,10 @@ class Observed:
         sites = self.sites if sites is None else sites
         thrift = self.thrift(sites, len(wanted))
         again = made_again(self.blocks) if thrift.again else nullcontext()
+        # Inputs are known by the memory of the weight they meet, so that must stay where it is while they are watched.
+        rounded = halved(self.model) if self.swift and watch is None and self.ferry is None else nullcontext()
         part = nullcontext() if len(sites) == len(self.sites) else self.entries.beginning(sites)
-        with self.stages.stage("gradients", len(self.batches)) as tick, self.crossing(), again, part:
+        with self.stages.stage("gradients", len(self.batches)) as tick, self.crossing(), rounded, again, part:
             return gather_gradients(
                 self.model, self.batches, sites, wanted, loss=self.loss, dtype=thrift.dtype, room=thrift.room,
                 ferry=self.ferry, watch=watch, tick=tick,

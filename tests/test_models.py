@@ -9,9 +9,11 @@ import torch
 
 import secateur as sc
 from secateur.blocks import find_blocks
-from secateur.calibration import standard_loss
+from secateur.calibration import in_bf16, standard_loss
 from secateur.inputs import Inputs, gather_inputs
 from secateur.sites import find_sites
+from secateur.subject import Subject
+from tests import tiny
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -136,3 +138,19 @@ def test_tied_heads_are_left_alone_and_context_is_free() -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
     assert bool((model.lm_head.weight != 0).all())
     assert not any("wte" in row.name for row in report.tensors)
+
+
+def test_swift_gradients_are_nearly_those_of_fp32() -> None:
+    model = tiny.llama(hidden_size=64, intermediate_size=96)
+    places = [(p.data_ptr(), p.dtype) for p in model.parameters()]
+    batches = list(torch.randint(0, 97, (6, 12), generator=torch.Generator().manual_seed(0)).split(2))
+    subject = Subject(model, batches)
+    exact = subject.gradients({"exp_avg_sq"})
+    subject.swift, subject.loss = True, in_bf16(standard_loss)  # as it is on a GPU
+    rough = subject.gradients({"exp_avg_sq"})
+    for name, facts in exact.items():
+        a, b = facts["exp_avg_sq"], rough[name]["exp_avg_sq"]
+        assert b.dtype == torch.float32
+        assert float((a.sqrt() - b.sqrt()).norm() / a.sqrt().norm()) < 0.02, name
+    assert [(p.data_ptr(), p.dtype) for p in model.parameters()] == places
+    assert all(p.grad is None for p in model.parameters())
