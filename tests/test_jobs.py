@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from secateur.cli import main
-from secateur.recipe import NAMED, Recipe, from_mapping, read_recipe
+from secateur.recipe import NAMED, Recipe, read_recipe
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -85,7 +85,7 @@ def test_two_texts_must_share_nothing(folder: Path, capsys: pytest.CaptureFixtur
     [
         (("--sparsity", "50"), "percent write 0.5"),
         (("--recipe", "wandda"), "Did you mean 'wanda'?"),
-        (("--recipe", "nowhere.toml"), "Cannot read the recipe nowhere.toml"),
+        (("--recipe", "nowhere.toml"), "Cannot read nowhere.toml: No such file"),
         (("--eval", "mmlu"), "Write lm-eval:TASK"),
         (("--out", "."), "is there already"),
         (("--context", "4000"), "are needed. Give a longer text"),
@@ -109,10 +109,5 @@ def test_recipes(tmp_path: Path) -> None:
     path.write_text('score = "fisher"\nrounds = 3\nskip = ["*.0.*"]\nreconstruct = "every"\n')
     assert read_recipe(str(path)) == Recipe(score="fisher", rounds=3, skip=("*.0.*",), reconstruct="every")
     assert read_recipe("rounds") is NAMED["rounds"]
-    with pytest.raises(ValueError, match="a key 'round' that no recipe has. Did you mean 'rounds'"):
-        from_mapping({"round": 3}, "x.toml")
-    with pytest.raises(ValueError, match=r"x.toml: rounds = '3' is not what rounds takes"):
-        from_mapping({"rounds": "3"}, "x.toml")
-    path.write_text("score = ")
-    with pytest.raises(ValueError, match="is not TOML"):
-        read_recipe(str(path))
+    with pytest.raises(ValueError, match="No recipe 'round'. Did you mean 'rounds'"):
+        read_recipe("round")

@@ -1,0 +1,80 @@
+"""Settings of a job: a frozen dataclass filled from TOML or the command line, every key and value checked."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from secateur.errors import SecateurError
+
+Kind = TypeVar("Kind")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file, or an error that says why not."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise SecateurError(f"Cannot read {path}: {reason}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SecateurError(f"{path} is not TOML: {error}.") from error
+
+
+def from_mapping(kind: type[Kind], found: Mapping[str, Any], source: str) -> Kind:
+    """An instance with these values, or an error that names the key, and the nearest known one."""
+    hints = get_type_hints(kind)
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    values = {}
+    for key, value in found.items():
+        if key not in known:
+            raise SecateurError(f"{source} has no setting {key!r}.{nearest(key, known)} Known: {', '.join(known)}.")
+        value = tuple(value) if isinstance(value, list) else value
+        if not _fits(value, hints[key]):
+            raise SecateurError(f"{source}: {key} = {value!r} is not what it takes, which is {_words(hints[key])}.")
+        values[key] = float(value) if hints[key] is float else value
+    return kind(**values)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint at the known word that is most like this one; nothing where none is."""
+    found = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def parse(assignments: Iterable[str]) -> dict[str, Any]:
+    """What "key=value" words mean: numbers, booleans and lists as in TOML, all else as text; "none" is None."""
+    found: dict[str, Any] = {}
+    for word in assignments:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise SecateurError(f"--set takes key=value, such as lr=3e-4; got {word!r}.")
+        try:
+            found[key] = None if text == "none" else tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[key] = text
+    return found
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_fits(value, one) for one in get_args(hint))
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+def _words(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "none"}
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(map(_words, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return f"a list, each {_words(get_args(hint)[0])}"
+    return names[hint]
