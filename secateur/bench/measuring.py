@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -98,34 +97,6 @@ def _cpu_peak(function: Callable[[], Sequence[Tensor]]) -> tuple[int, int]:
             live += event.nbytes()
             peak = max(peak, live)
     return peak, kept
-
-
-class Utilisation:
-    """Inside a `with`, asks the GPU ten times a second how busy it is; `mean` is None where it cannot be asked."""
-
-    def __init__(self) -> None:
-        self._samples: list[int] = []
-        self._over = threading.Event()
-
-    def __enter__(self) -> Utilisation:
-        self._thread = threading.Thread(target=self._ask, daemon=True)
-        self._thread.start()
-        return self
-
-    def _ask(self) -> None:
-        while not self._over.wait(0.1):
-            try:
-                self._samples.append(torch.cuda.utilization())
-            except Exception:  # no GPU, or no library that speaks to its driver
-                return
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    @property
-    def mean(self) -> float | None:
-        return sum(self._samples) / len(self._samples) if self._samples else None
 
 
 def times(value: float, right: bool, wrong: str = "masks differ", digits: int = 2) -> str:

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from secateur.bench import record
-from secateur.bench.measuring import Utilisation, add_device, device_of, positive
+from secateur.bench.measuring import add_device, device_of, positive
 from secateur.blocks import find_blocks
 from secateur.calibration import device_of as device_of_model
 from secateur.calibration import standard_loss
 from secateur.errors import FactError, SecateurError
 from secateur.gradients import gather_gradients
+from secateur.lab.looking import Monitor
 from secateur.optional import library
 from secateur.probing import probe
 from secateur.pruning import prune
@@ -166,7 +167,7 @@ def job(model: nn.Module, name: str, ids: Tensor, batch: int, memory: str | None
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.mem_get_info()[1]))
     began = time.perf_counter()
     try:
-        with Utilisation() as busy:
+        with Monitor(device_of_model(model), every=0.1) as monitor:
             outcome = work(model, list(ids.split(batch)), memory=memory, **settings)  # type: ignore[operator]
     finally:
         if cuda:
@@ -179,7 +180,7 @@ def job(model: nn.Module, name: str, ids: Tensor, batch: int, memory: str | None
         "batch": batch,
         "seconds": seconds,
         "tokens_per_second": ids.numel() / seconds,
-        "utilisation": busy.mean,
+        "utilisation": monitor.means().get("busy"),
         "peak_bytes": max((stage.peak_bytes for stage in outcome.stages if stage.peak_bytes), default=None),
         "stages": {stage.name: stage.seconds for stage in outcome.stages},
         "pruned": outcome.pruned,

@@ -1,0 +1,92 @@
+"""A run's folder: its settings, its numbers line by line, its checkpoint, and the summary that says it is finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from secateur.errors import SecateurError
+from secateur.lab.experiment import Experiment
+
+CONFIG, METRICS, SUMMARY, CHECKPOINT, BEST = "config.json", "metrics.jsonl", "summary.json", "checkpoint", "best"
+
+
+class RunFolder:
+    """Where a run writes. A folder that holds another experiment is refused; one with a checkpoint is continued."""
+
+    def __init__(self, path: Path, experiment: Experiment) -> None:
+        self.path = path
+        config = json.loads(json.dumps(asdict(experiment)))  # as it comes back from the file
+        if (path / CONFIG).exists():
+            found = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+            if found != config:
+                differing = sorted(key for key in {*found, *config} if found.get(key) != config.get(key))
+                raise SecateurError(
+                    f"{path} holds a run with other settings ({', '.join(differing)}). Name another folder with --out."
+                )
+        elif path.exists() and any(path.iterdir()):
+            raise SecateurError(f"{path} is there already and holds no run. Name another folder with --out.")
+        else:
+            path.mkdir(parents=True, exist_ok=True)
+            write_whole(path / CONFIG, json.dumps(config, indent=1) + "\n")
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / SUMMARY).exists()
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The last checkpoint, if there is one."""
+        return self.path / CHECKPOINT if (self.path / CHECKPOINT).is_dir() else None
+
+    def rewind(self, step: int) -> None:
+        """Forget numbers of steps that come after this one: they will be taken again."""
+        path = self.path / METRICS
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        kept = []
+        for line in lines:
+            try:
+                kept += [line] if json.loads(line)["step"] <= step else []
+            except ValueError:  # a line that was being written when the run was killed
+                break
+        write_whole(path, "".join(line + "\n" for line in kept))
+
+    def note(self, numbers: Mapping[str, Any]) -> None:
+        """Add a line of numbers."""
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(numbers) + "\n")
+
+    def finish(self, summary: Mapping[str, Any], report: str | None, looks: Mapping[str, Any]) -> None:
+        """Write the report, whatever else was looked at, and then the summary: a folder that has one is done."""
+        for name, numbers in looks.items():
+            if numbers:
+                write_whole(self.path / name, json.dumps(numbers) + "\n")
+        if report is not None:
+            write_whole(self.path / "report.json", report + "\n")
+        write_whole(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file, whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A new folder to write into; once it is written it takes the place of the old one."""
+    fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+    shutil.rmtree(fresh, ignore_errors=True)
+    yield fresh
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(folder, old)
+    os.replace(fresh, folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,108 @@
+"""`secateur sweep`: a grid of experiments that differ in named settings and in nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from secateur.bench.measuring import positive
+from secateur.errors import SecateurError
+from secateur.lab.experiment import Experiment
+from secateur.settings import from_mapping, nearest, read_toml
+
+ENGINES = ("local", "ray")
+TABLES = ("base", "axes")
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep: its experiment and the name of its folder."""
+
+    name: str
+    experiment: Experiment
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("grid", type=Path, help="a .toml file with tables [base] (settings) and [axes] (lists)")
+    parser.add_argument("--out", type=Path, help="folder of the runs (sweeps/NAME)")
+    parser.add_argument("--engine", choices=ENGINES, default="local", help="(local: one after another)")
+    parser.add_argument("--cpus", type=float, default=1, help="of a cell, on Ray (1)")
+    parser.add_argument("--gpus", type=float, default=0, help="of a cell, on Ray (0)")
+    parser.add_argument("--checkpoint-every", type=positive, default=500, metavar="STEPS", help="(500)")
+    parser.add_argument("--cpu", action="store_true", help="even if there is a GPU")
+    parser.set_defaults(run=run_sweep)
+
+
+def cells_of(path: Path) -> tuple[list[str], list[Cell]]:
+    """The axes of a grid and its cells. A dense run has no sparsity: it is there once for each seed."""
+    found = read_toml(path)
+    for table in found:
+        if table not in TABLES:
+            raise SecateurError(f"{path} has a table [{table}].{nearest(table, TABLES)} It takes [base] and [axes].")
+    base, axes = dict(found.get("base", {})), dict(found.get("axes", {}))
+    if "recipe" in base:
+        base = {**read_toml(path.parent / base.pop("recipe")), **base}
+    if not axes:
+        raise SecateurError(f"{path} has no [axes]: nothing differs. Use secateur train for a single run.")
+    for name, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise SecateurError(f"{path}: axis {name} must be a list of values, such as seed = [0, 1, 2].")
+        if name in base:
+            raise SecateurError(f"{path}: {name} stands in [base] and in [axes]. Leave one out.")
+    cells: dict[str, Cell] = {}
+    for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        if chosen.get("score") == DENSE:
+            chosen |= {"score": None, "sparsity": 0.0}
+        name = "-".join(f"{key}={DENSE if value is None else value}" for key, value in chosen.items())
+        name = name.replace("/", "_").replace(" ", "")
+        cells[name] = Cell(name, from_mapping(Experiment, {**base, **chosen}, str(path)))
+    return list(axes), list(cells.values())
+
+
+def run_cell(config: Mapping[str, Any], folder: str, cpu: bool, checkpoint_every: int) -> dict[str, Any]:
+    """One cell from its beginning, or from where it stopped, to its summary."""
+    from secateur.lab.runfolder import SUMMARY, RunFolder
+    from secateur.lab.running import run
+    from secateur.lab.trainer import Execution, Trainer
+
+    experiment = from_mapping(Experiment, config, folder)
+    place = RunFolder(Path(folder), experiment)
+    if place.finished:
+        found: dict[str, Any] = json.loads((Path(folder) / SUMMARY).read_text(encoding="utf-8"))
+        return found
+    return run(Trainer(experiment, Execution(cpu=cpu, checkpoint_every=checkpoint_every)), place)
+
+
+def one_after_another(cells: list[Cell], work: Callable[[Cell], dict[str, Any]]) -> None:
+    """Run the cells here, telling how each went."""
+    for number, cell in enumerate(cells, 1):
+        summary = work(cell)
+        said = f"{summary['quality_name']} {summary['quality']:.4f}, {summary['sparsity']:.2%} gone"
+        print(f"[{number}/{len(cells)}] {cell.name}: {said}, {summary['seconds']:.0f} s", file=sys.stderr, flush=True)
+
+
+def run_sweep(options: argparse.Namespace) -> int:
+    """The command `secateur sweep`."""
+    axes, cells = cells_of(options.grid)
+    out = options.out or Path("sweeps") / options.grid.stem
+    print(f"secateur: {len(cells)} runs over {', '.join(axes)}, in {out}", file=sys.stderr)
+
+    def arguments(cell: Cell) -> tuple[dict[str, Any], str, bool, int]:
+        return asdict(cell.experiment), str(out / cell.name), options.cpu, options.checkpoint_every
+
+    if options.engine == "ray":
+        from secateur.lab.on_ray import on_ray
+
+        on_ray([(cell.name, arguments(cell)) for cell in cells], options.cpus, options.gpus)
+    else:
+        one_after_another(cells, lambda cell: run_cell(*arguments(cell)))
+    print(f"secateur compare {out} --by {','.join(axis for axis in axes if axis != 'seed')}")
+    return 0

@@ -1,0 +1,233 @@
+"""Training on Hugging Face Accelerate: one process or many, the same numbers; killed and continued, the same bits."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import SecateurError
+from secateur.lab.data import Images, Tokens, load
+from secateur.lab.experiment import Experiment
+from secateur.lab.looking import OneWeight, Stopwatch
+from secateur.lab.runfolder import CHECKPOINT, RunFolder, replacing
+from secateur.lab.zoo import image_model, is_language_model, language_model, loss_of, seeded
+from secateur.optional import library
+from secateur.pruner import Pruner
+
+EXTRA = '"secateur[lab]"'
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a run is carried out, which should not change its numbers."""
+
+    cpu: bool = False
+    micro_batch: int | None = None  # rows of a process at a time; None: as many as fit
+    checkpoint_every: int = 500
+    max_seconds: float | None = None
+    tracker: str | None = None
+    logs: Path | None = None  # where a tracker writes
+    log_every: int = 10
+    most_layers: int = 1000  # of a language model, for a dry run
+
+
+class Progress:
+    """How far a run is; saved with its checkpoints."""
+
+    def __init__(self) -> None:
+        self.step, self.seconds, self.best = 0, 0.0, math.inf
+        self.gradients: list[float] = []  # of one weight, step by step
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class Trainer:
+    """A run: model, optimizer, pruner and data under one accelerator."""
+
+    def __init__(self, experiment: Experiment, execution: Execution, data: Tokens | Images | None = None) -> None:
+        accelerate = library("accelerate", "Training", EXTRA)
+        self.experiment, self.execution = experiment, execution
+        self.data = load(experiment.data) if data is None else data
+        # Autocast is ours, not the accelerator's: its state is the process's own and could not change between runs.
+        self.accelerator = accelerate.Accelerator(
+            cpu=execution.cpu, log_with=execution.tracker, project_dir=str(execution.logs) if execution.logs else None,
+            step_scheduler_with_optimizer=False,
+        )  # fmt: skip
+        self.progress = Progress()
+        model = seeded(experiment.seed, lambda: build_model(experiment, self.data, execution.most_layers)).to(
+            self.accelerator.device
+        )
+        torch.manual_seed(experiment.seed)  # what is drawn while training, such as dropout
+        optimizer = experiment.build_optimizer(model)
+        model = torch.compile(model) if experiment.compile else model  # type: ignore[assignment]
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.pruner = self._build_pruner()
+        kept = [self.progress, *([self.pruner] if self.pruner else [])]
+        self.accelerator.register_for_checkpointing(*kept)
+        world = self.accelerator.num_processes
+        if experiment.batch % world:
+            raise SecateurError(f"A batch of {experiment.batch} cannot be shared out to {world} processes evenly.")
+        self.rows = experiment.batch // world
+        self.micro = execution.micro_batch or fitting(self)
+        self.stopwatch = Stopwatch(self.accelerator.device)
+        self.one_weight = OneWeight(self.accelerator.unwrap_model(self.model), experiment.seed)
+
+    def _build_pruner(self) -> Pruner | None:
+        wanted = self.experiment
+        if wanted.score is None:
+            return None
+        return Pruner(
+            self.model, self.optimizer.optimizer, score=wanted.score, sparsity=wanted.ramp(), every=wanted.every,
+            scope=wanted.scope, pattern=wanted.pattern, allocation=wanted.allocation, skip=wanted.skip,
+        )  # fmt: skip
+
+    def micro_batches(self, step: int) -> Iterator[Any]:
+        """This process's share of a step's batch, in parts that fit."""
+        wanted, mine = self.experiment, self.accelerator.process_index
+        if isinstance(self.data, Tokens):
+            batch: Any = (self.data.batch(step, wanted.batch, wanted.context, wanted.seed),)
+        else:
+            batch = self.data.batch(step, wanted.batch, wanted.seed)
+        share = [part[mine * self.rows : (mine + 1) * self.rows].to(self.accelerator.device) for part in batch]
+        for parts in zip(*(part.split(self.micro) for part in share), strict=True):
+            yield parts[0] if len(parts) == 1 else parts
+
+    def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Mean loss of a batch and how many predictions were right, in the experiment's precision."""
+        rounded = self.experiment.precision == "bf16"
+        with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=rounded):
+            return loss_of(self.model, batch)
+
+    def step(self) -> Tensor:
+        """One optimizer step; the mean loss of this process's share."""
+        wanted, step = self.experiment, self.progress.step + 1
+        self.model.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = wanted.rate(step)
+        self.stopwatch.start(step)
+        parts = list(self.micro_batches(step))
+        self.stopwatch.lap("data")
+        loss = self._backward(parts)
+        self.one_weight.note()
+        if wanted.clip:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), wanted.clip)
+        self.optimizer.step()
+        self.stopwatch.lap("optimizer")
+        if self.pruner is not None:
+            self.pruner.step()
+            self.stopwatch.lap("masks")
+        self.optimizer.zero_grad(set_to_none=True)
+        self.progress.step = step
+        return loss
+
+    def _backward(self, parts: list[Any]) -> Tensor:
+        """Gradients of all parts of a batch added up, exchanged with other processes once; the mean loss."""
+        total = torch.zeros((), device=self.accelerator.device)
+        for number, part in enumerate(parts):
+            rows = len(part[0] if isinstance(part, tuple) else part)
+            last = number == len(parts) - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.model):
+                loss = self.loss(part)[0] * (rows / self.rows)
+                self.stopwatch.lap("forward")
+                self.accelerator.backward(loss)
+                self.stopwatch.lap("backward")
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss and accuracy over the whole fixed held-out set, shared out to the processes."""
+        self.model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
+        for batch in self._held_out():
+            loss, right = self.loss(batch)
+            count = batch[1].numel() if isinstance(batch, tuple) else batch[:, 1:].numel()
+            sums += torch.stack([loss.double() * count, right.double(), torch.tensor(count).to(sums)])
+        loss_sum, right_sum, count_sum = self.accelerator.reduce(sums, "sum").tolist()
+        mean = loss_sum / count_sum
+        quality = math.exp(min(mean, 700.0)) if isinstance(self.data, Tokens) else right_sum / count_sum
+        return {"held_out_loss": mean, "quality": quality}
+
+    def _held_out(self) -> Iterator[Any]:
+        mine, world = self.accelerator.process_index, self.accelerator.num_processes
+        if isinstance(self.data, Tokens):
+            windows = self.data.evaluation(self.experiment.context, self.experiment.evaluation)
+            for part in windows[mine::world].split(self.micro):
+                yield part.to(self.accelerator.device)
+        else:
+            for number, (inputs, targets) in enumerate(self.data.evaluation(self.micro)):
+                if number % world == mine:
+                    yield inputs.to(self.accelerator.device), targets.to(self.accelerator.device)
+
+    def save(self, folder: RunFolder) -> None:
+        """Write a checkpoint in the place of the last; killed at any moment, one of them is whole."""
+        self.accelerator.wait_for_everyone()
+        target = folder.path / CHECKPOINT
+        if self.accelerator.is_main_process:
+            with replacing(target) as fresh:
+                self.accelerator.save_state(str(fresh), safe_serialization=True)
+        else:
+            self.accelerator.save_state(str(target.with_name(target.name + ".new")), safe_serialization=True)
+        self.accelerator.wait_for_everyone()
+
+    @property
+    def sparsity(self) -> float:
+        return self.pruner.sparsity if self.pruner else 0.0
+
+    @property
+    def final_sparsity(self) -> float:
+        """What the schedule asks for in the end."""
+        schedule = self.pruner.schedule if self.pruner else None
+        return float(getattr(schedule, "target", 0.0))
+
+    @property
+    def seen(self) -> int:
+        """Tokens or pictures so far."""
+        each = self.experiment.context if isinstance(self.data, Tokens) else 1
+        return self.progress.step * self.experiment.batch * each
+
+
+def build_model(experiment: Experiment, data: Tokens | Images, most_layers: int = 1000) -> nn.Module:
+    """The experiment's model for its data."""
+    reads_tokens = is_language_model(experiment.model)
+    if reads_tokens != isinstance(data, Tokens):
+        kind = "text" if reads_tokens else "pictures"
+        raise SecateurError(f"{experiment.model} reads {kind}, which {experiment.data!r} is not. Change model or data.")
+    if isinstance(data, Tokens):
+        return language_model(experiment.model, data.vocabulary, experiment.context, most_layers)
+    return image_model(experiment.model, data.inputs.shape[1], data.classes, data.inputs.shape[-1])
+
+
+def fitting(trainer: Trainer) -> int:
+    """Rows at a time: all of them where they fit, else half as many, and so on; said once, with the reason."""
+    size = trainer.rows
+    if trainer.accelerator.device.type != "cuda":
+        return size
+    trainer.model.eval()  # averages of normalisation stay as they are
+    while size > 1:
+        trainer.micro = size
+        try:
+            with torch.random.fork_rng(devices=[trainer.accelerator.device]):
+                trainer.loss(next(trainer.micro_batches(1)))[0].backward()
+            break
+        except torch.OutOfMemoryError:
+            size = -(-size // 2)
+        finally:
+            trainer.optimizer.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+    if size < trainer.rows and trainer.accelerator.is_main_process:
+        why = f"{trainer.rows} do not fit the GPU; the step is the same"
+        print(f"secateur: {size} rows at a time: {why}", file=sys.stderr)
+    return size

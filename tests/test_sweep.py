@@ -1,0 +1,117 @@
+"""`secateur sweep`: cells that differ in named settings alone, killed and continued, here and on Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from secateur.cli import main
+from secateur.errors import SecateurError
+from secateur.lab.sweep import cells_of
+
+ROOT = Path(__file__).parent.parent
+BASE = """
+[base]
+model = "gpt-2x32"
+data = "python"
+steps = 12
+batch = 8
+context = 16
+warmup = 2
+every = 3
+evaluate_every = 6
+evaluation = 4
+"""
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Path:
+    path = tmp_path / "grid.toml"
+    path.write_text(BASE + 'sparsity = 0.5\n[axes]\nscore = ["magnitude", "variance"]\nseed = [0]\n', encoding="utf-8")
+    return path
+
+
+def test_cells(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    path.write_text(
+        BASE + '[axes]\nscore = ["dense", "magnitude"]\nsparsity = [0.5, 0.8]\nseed = [0, 1]\n', encoding="utf-8"
+    )
+    axes, cells = cells_of(path)
+    assert axes == ["score", "sparsity", "seed"]
+    found = {(c.experiment.score, c.experiment.sparsity, c.experiment.seed) for c in cells}
+    assert found == {(None, 0.0, s) for s in (0, 1)} | {("magnitude", p, s) for p in (0.5, 0.8) for s in (0, 1)}
+    assert len({cell.name for cell in cells}) == len(cells) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BASE, "has no [axes]"),
+        (BASE + "[axis]\nseed = [0]", "Did you mean 'axes'?"),
+        (BASE + "[axes]\nseed = 3", "must be a list"),
+        (BASE + "[axes]\nsteps = [3]", "stands in [base] and in [axes]"),
+        (BASE + "[axes]\nsede = [3]", "Did you mean 'seed'?"),
+        ('[base]\nrecipe = "nowhere.toml"\n[axes]\nseed = [0]', "Cannot read"),
+    ],
+)
+def test_grids_that_cannot_be(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "grid.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(SecateurError) as error:
+        cells_of(tmp_path / "grid.toml")
+    assert said in str(error.value)
+
+
+def test_a_base_may_be_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("steps = 7\nbatch = 3\n", encoding="utf-8")
+    (tmp_path / "grid.toml").write_text('[base]\nrecipe = "mine.toml"\nbatch = 4\n[axes]\nseed = [5]', encoding="utf-8")
+    experiment = cells_of(tmp_path / "grid.toml")[1][0].experiment
+    assert (experiment.steps, experiment.batch, experiment.seed) == (7, 4, 5)
+
+
+def test_killed_and_continued(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Killed as soon as one cell is done; then the other is done too, and the first is not done again."""
+    assert main(["sweep", str(grid), "--out", str(tmp_path / "whole"), "--cpu"]) == 0
+    command = [sys.executable, "-m", "secateur", "sweep", str(grid), "--out", str(tmp_path / "broken"), "--cpu"]
+    first = tmp_path / "broken" / "score=magnitude-seed=0" / "summary.json"
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while not first.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    done = os.stat(first).st_mtime_ns
+    capsys.readouterr()
+    assert main(["sweep", str(grid), "--out", str(tmp_path / "broken"), "--cpu"]) == 0
+    assert os.stat(first).st_mtime_ns == done
+    assert "secateur compare" in capsys.readouterr().out
+    for cell in ("score=magnitude-seed=0", "score=variance-seed=0"):
+        found, right = (
+            json.loads((tmp_path / name / cell / "summary.json").read_text()) for name in ("broken", "whole")
+        )
+        assert found["held_out_loss"] == right["held_out_loss"]
+        assert found["pruned"] == right["pruned"] == round(0.5 * right["prunable"])
+
+
+def test_on_a_ray_cluster_of_two_nodes(grid: Path, tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
+        assert sum(node["Alive"] for node in ray.nodes()) == 2
+        assert main(["sweep", str(grid), "--out", str(tmp_path / "runs"), "--cpu", "--engine", "ray"]) == 0
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    for cell in ("score=magnitude-seed=0", "score=variance-seed=0"):
+        assert json.loads((tmp_path / "runs" / cell / "summary.json").read_text())["sparsity"] == 0.5

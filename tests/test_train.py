@@ -1,0 +1,270 @@
+"""`secateur train`: models, settings, the loop, killed and continued, one process and two."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+
+from secateur.cli import main
+from secateur.errors import SecateurError
+from secateur.lab import looking, zoo
+from secateur.lab.commands import add_train, changes_of, name_of
+from secateur.lab.dry import dry_run
+from secateur.lab.experiment import Experiment, read_experiment
+from secateur.lab.runfolder import RunFolder
+from secateur.lab.running import run
+from secateur.lab.trainer import Execution, Trainer
+
+ROOT = Path(__file__).parent.parent
+SMALL = Experiment(
+    model="gpt-2x32", data="python", steps=20, batch=8, context=16, warmup=4, every=4, evaluate_every=10, evaluation=6,
+    score="variance", sparsity=0.6, optimizer="adamwprune",
+)  # fmt: skip
+HOW = Execution(cpu=True, checkpoint_every=6, log_every=1)
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.accelerator.get_state_dict(trainer.model).items()}
+
+
+def test_lenet_on_digits_at_70_percent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(ROOT / "recipes" / "lenet5-digits-variance-70.toml")
+    assert main(["train", recipe, "--out", str(tmp_path / "run"), "--cpu"]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["quality_name"] == "accuracy"
+    assert summary["quality"] >= 0.95
+    assert summary["pruned"] == round(0.7 * summary["prunable"])
+    assert summary["seconds"] < 120
+    assert "accuracy 0.9" in capsys.readouterr().out
+    assert main(["train", recipe, "--out", str(tmp_path / "run"), "--cpu"]) == 0
+    assert "is finished already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"optimizer": "adamwspam", "score": "movement"}, {"optimizer": "sgd", "score": "magnitude"}]
+)
+def test_killed_and_continued_to_the_bit(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = replace(SMALL, **settings)
+    whole = Trainer(experiment, HOW)
+    run(whole, RunFolder(tmp_path / "whole", experiment))
+    real = Trainer.step
+
+    def dying(self: Trainer) -> torch.Tensor:
+        if self.progress.step == 15:
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(Trainer, "step", dying)
+    with pytest.raises(KeyboardInterrupt):
+        run(Trainer(experiment, HOW), RunFolder(tmp_path / "broken", experiment))
+    monkeypatch.setattr(Trainer, "step", real)
+    with (tmp_path / "broken" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 16, "lo')  # cut off in the middle of a line
+    again = Trainer(experiment, HOW)
+    run(again, RunFolder(tmp_path / "broken", experiment))
+    assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(whole).items())
+    assert numbers(tmp_path / "broken") == numbers(tmp_path / "whole")
+    looks = [json.loads((tmp_path / name / "gradient.json").read_text()) for name in ("broken", "whole")]
+    assert looks[0] == looks[1]
+    assert len(looks[0]) == experiment.steps
+
+
+def test_micro_batches_give_the_same_step() -> None:
+    losses = []
+    for micro in (8, 3):
+        trainer = Trainer(SMALL, Execution(cpu=True, micro_batch=micro))
+        losses.append([float(trainer.step()) for _ in range(6)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_time_runs_out(tmp_path: Path) -> None:
+    trainer = Trainer(SMALL, replace(HOW, max_seconds=0.0))
+    summary = run(trainer, RunFolder(tmp_path / "run", SMALL))
+    assert (summary["steps"], summary["asked_steps"]) == (1, 20)
+
+
+def test_best_is_of_the_final_sparsity(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder = RunFolder(tmp_path / "run", SMALL)
+    run(Trainer(SMALL, HOW), folder)
+    saved = load_file(str(tmp_path / "run" / "best" / "model.safetensors"))
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    zeros = sum(int((saved[row["name"]] == 0).sum()) for row in report["tensors"])
+    assert zeros >= round(0.6 * report["prunable"])
+
+
+def test_a_folder_of_another_experiment_is_refused(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "run", SMALL)
+    with pytest.raises(SecateurError, match=r"other settings \(lr, seed\)"):
+        RunFolder(tmp_path / "run", replace(SMALL, seed=1, lr=0.5))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("")
+    with pytest.raises(SecateurError, match="holds no run"):
+        RunFolder(tmp_path / "mine", SMALL)
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """Gradients are averaged in another order, so only nearly; but every process has the same masks, exactly."""
+    settings = [
+        f"--set={key}={getattr(SMALL, key)}" for key in ("model", "steps", "batch", "context", "warmup", "every")
+    ]
+    settings += ["--set=evaluate_every=10", "--set=evaluation=6", "--set=score=variance", "--set=sparsity=0.6"]
+    qualities = []
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        launch = [
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={processes}",
+            "--master-port=29713",
+            "-m",
+            "secateur",
+        ]
+        command = [sys.executable, *launch, "train", "--cpu", "--tracker=none", f"--out={out}", *settings]
+        subprocess.run(command, check=True, timeout=180, cwd=ROOT, capture_output=True)
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["processes"] == processes
+        assert summary["pruned"] == round(0.6 * summary["prunable"])
+        qualities.append(summary["held_out_loss"])
+    assert qualities[1] == pytest.approx(qualities[0], rel=1e-3)
+
+
+def options(*words: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    add_train(parser)
+    return changes_of(parser.parse_args(words))
+
+
+def test_the_names_of_the_seeds() -> None:
+    words = (
+        "--optimizer",
+        "adamwprune",
+        "--variant",
+        "bitter7",
+        "--target-sparsity",
+        "0.5",
+        "--max-iters",
+        "9",
+        "--compile",
+    )
+    assert options(*words) == {
+        "optimizer": "adamwprune",
+        "score": "bitter7",
+        "sparsity": 0.5,
+        "steps": 9,
+        "compile": True,
+    }
+    assert options("--pruning-method", "state") == {"score": "bitter0"}
+    assert options("--pruning-method", "movement", "--set", "lr=3e-4") == {"score": "movement", "lr": 3e-4}
+    assert options("--pruning-method", "none") == {"score": None, "sparsity": 0.0}
+    with pytest.raises(SecateurError, match="goes with --pruning-method state"):
+        options("--variant", "bitter3", "--pruning-method", "magnitude")
+
+
+def test_the_extended_budget_is_the_seeds() -> None:
+    for score, steps in (("bitter2", 1210), ("bitter3", 1300), ("bitter7", 1000), ("magnitude", 1000)):
+        experiment = Experiment(score=score, sparsity=0.5, budget="extended")
+        assert experiment.steps_taken == steps
+        assert experiment.ramp().end == 600  # type: ignore[union-attr]
+        assert experiment.rate(steps) == pytest.approx(1e-4)
+    assert Experiment(score="bitter3", sparsity=0.5).steps_taken == 1000
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer": "adamm"}, "Did you mean 'adam"),
+        ({"model": "gpt3"}, "No model 'gpt3'. Did you mean 'gpt2'?"),
+        ({"sparsity": 0.5}, "Name a score"),
+        ({"score": "variance"}, "needs a sparsity above 0"),
+        ({"score": "varianc", "sparsity": 0.5}, "varianc"),
+        ({"begin": 0.7}, "Pruning begins and ends"),
+        ({"spam": "paper"}, "spam goes with adamwspam"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"learning_rate": 1e-3}, "no setting 'learning_rate'"),
+    ],
+)
+def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SecateurError) as error:
+        read_experiment(None, changes)
+    assert said in str(error.value)
+
+
+def test_model_and_data_must_go_together() -> None:
+    with pytest.raises(SecateurError, match="lenet5 reads pictures, which 'python' is not"):
+        Trainer(Experiment(model="lenet5"), HOW)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["lenet5-movement-90", "resnet18-state-50", "gpt-python-variance-80", "gpt-small-dense"]
+)
+def test_dry_runs(recipe: str) -> None:
+    assert dry_run(read_experiment(ROOT / "recipes" / f"{recipe}.toml", {}), cpu=True).startswith("ok: ")
+
+
+def test_every_recipe_is_an_experiment() -> None:
+    recipes = sorted((ROOT / "recipes").glob("*.toml"))
+    assert len(recipes) > 30
+    for recipe in recipes:
+        assert recipe.read_text().startswith("# ")
+        assert name_of(read_experiment(recipe, {}))
+
+
+def test_sizes_of_models() -> None:
+    """As published for these networks."""
+    sizes = {("lenet5", 1, 10, 28): 61_750, ("resnet18", 3, 10, 32): 11_173_962, ("resnet50", 3, 1000, 224): 25_557_032}
+    for (name, *shape), size in sizes.items():
+        with torch.device("meta"):
+            assert sum(p.numel() for p in zoo.image_model(name, *shape).parameters()) == size
+
+
+def test_where_a_step_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looking, "SAMPLED", 2)
+    trainer = Trainer(SMALL, Execution(cpu=True, micro_batch=3))
+    began = time.perf_counter()
+    for _ in range(4):
+        trainer.step()
+    whole = time.perf_counter() - began
+    found = trainer.stopwatch.milliseconds()
+    assert trainer.stopwatch.steps == 2
+    assert set(found) == set(looking.PARTS)
+    assert all(value > 0 for value in found.values())
+    assert 2 * sum(found.values()) < 1e3 * whole
+    assert Trainer(SMALL, HOW).stopwatch.milliseconds() == {}
+
+
+def test_averages_are_adams() -> None:
+    values = torch.randn(12, generator=torch.Generator().manual_seed(0)).tolist()
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.Adam([parameter], betas=(0.9, 0.999))
+    first, second = [], []
+    for step, value in enumerate(values, 1):
+        parameter.grad = torch.tensor([value])
+        optimizer.step()
+        state = optimizer.state[parameter]
+        first.append(float(state["exp_avg"]) / (1 - 0.9**step))
+        second.append((float(state["exp_avg_sq"]) / (1 - 0.999**step)) ** 0.5)
+    lines = looking.picture_of_a_gradient(values)
+    assert lines["gradient"] == values
+    assert lines["average, beta1 0.9"] == pytest.approx(first, rel=1e-5)
+    assert lines["root of averaged square, beta2 0.999"] == pytest.approx(second, rel=1e-5)
