@@ -13,6 +13,7 @@ from secateur.bench import NAMES
 from secateur.bench.demo import load_demo, training_steps
 from secateur.errors import SecateurError
 from secateur.jobs import add_probe, add_prune
+from secateur.lab.prepare import add_data
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.set_defaults(run=_demo)
     add_prune(commands.add_parser("prune", help="prune a trained model, judge it on other text, save it"))
     add_probe(commands.add_parser("probe", help="prune only what the gradients agree to (GradProbe)"))
+    add_data(commands.add_parser("data", help="turn text into a folder of tokens to train on"))
     _add_benchmarks(commands.add_parser("bench", help="measure, print a table, record every sample"))
     options = parser.parse_args(arguments)
     options.invocation = shlex.join(["secateur", *arguments])
