@@ -14,6 +14,7 @@ from secateur.bench.demo import load_demo, training_steps
 from secateur.errors import SecateurError
 from secateur.jobs import add_probe, add_prune
 from secateur.lab.commands import add_train
+from secateur.lab.prepare import add_data
 from secateur.lab.sweep import add_sweep
 
 
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_probe(commands.add_parser("probe", help="prune only what the gradients agree to (GradProbe)"))
     add_train(commands.add_parser("train", help="train a network, pruned or dense, from a recipe"))
     add_sweep(commands.add_parser("sweep", help="train a grid of networks that differ in named settings alone"))
+    add_data(commands.add_parser("data", help="turn text into a folder of tokens to train on"))
     _add_benchmarks(commands.add_parser("bench", help="measure, print a table, record every sample"))
     options = parser.parse_args(arguments)
     options.invocation = shlex.join(["secateur", *arguments])

@@ -39,3 +39,7 @@ class ModelError(SecateurError):
 
 class TextError(SecateurError):
     """Text that cannot be read, is too short, or serves both to calibrate and to evaluate."""
+
+
+class DataError(SecateurError):
+    """A data set that is unknown, not there or damaged, or that does not fit what is to read it."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.bits import pack, packed_bytes, unpack
-from secateur.errors import ModelError, StateError
+from secateur.errors import DataError, ModelError, StateError
 from secateur.optional import library
 
 EXTRA = '"secateur[hf]"'
@@ -32,11 +33,9 @@ def save(
     """Write model, tokenizer, masks (a bit a weight) and reports ({file name: text}); the folder appears when whole."""
     files = library("safetensors.torch", "Saving masks", EXTRA)
     folder = Path(folder).absolute()
-    _check_free(folder, overwrite)
+    check_free(folder, overwrite)
     _check_masks(getattr(model, "_orig_mod", model), masks)
-    partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
-    partial.mkdir(parents=True)
-    try:
+    with appearing(folder) as partial:
         model.save_pretrained(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
@@ -47,9 +46,6 @@ def save(
             if Path(name).name != name or (partial / name).exists():
                 raise ModelError(f"A report cannot be saved as {name!r}: that is a path, or a file of the model's own.")
             (partial / name).write_text(text, encoding="utf-8")
-        _put_in_place(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # there only when something failed
     return folder
 
 
@@ -72,18 +68,31 @@ def load_masks(folder: str | Path) -> dict[str, Tensor]:
     return {name: unpack(packed[name], shape) for name, shape in shapes.items()}
 
 
-def _check_free(folder: Path, overwrite: bool) -> None:
-    """Refuse what is no folder, what would be lost unasked, and what was never a model."""
+def check_free(folder: Path, overwrite: bool, what: str = "model", sign: str = "config.json") -> None:
+    """Refuse what is no folder, what would be lost unasked, and what was never such a thing, by a file all have."""
+    error = ModelError if what == "model" else DataError
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise ModelError(f"{folder} is a file; a model is saved as a folder.")
+        raise error(f"{folder} is a file; a {what} is saved as a folder.")
     if not any(folder.iterdir()):
         return
     if not overwrite:
-        raise ModelError(f"{folder} is not empty. Name another folder, or say overwrite=True.")
-    if not (folder / "config.json").is_file():  # a home folder, say
-        raise ModelError(f"{folder} holds something other than a model and is not overwritten. Name another folder.")
+        raise error(f"{folder} is not empty. Name another folder, or say overwrite=True (--overwrite).")
+    if not (folder / sign).is_file():  # a home folder, say
+        raise error(f"{folder} holds something other than a {what} and is not overwritten. Name another folder.")
+
+
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A folder to write into under another name; it takes its own when whole, and goes when something fails."""
+    partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        _put_in_place(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # there only when something failed
 
 
 def _check_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:

@@ -27,12 +27,12 @@ from secateur.registry import resolve
 from secateur.report import Outcome
 from secateur.schedules import check_sparsity
 from secateur.sites import find_sites
+from secateur.texts import SOURCES
 from secateur.tiles import parse_pattern
 
 # Context and windows that calibrate and evaluate, unless told: what takes minutes on such a device.
 SIZES = {"cuda": (1024, 128, 256), "cpu": (256, 16, 16)}
 HARNESS = "lm-eval:"
-SOURCES = "a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT] or builtin"
 
 
 def add_shared(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ REACH = 1 << 14  # characters before a piece's end in which a place to cut is so
 AROUND = 200  # characters on either side that decide whether a cut changes the tokens
 TRIES = 20
 BETWEEN = "\n\n"  # what stands between documents, as in the published tables of WikiText-2
+SOURCES = "a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT] or builtin"
 SPLITS = ("train", "validation", "test")
 BASE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that it has an inverse modulo 2^64
 
@@ -31,21 +32,26 @@ def read_text(source: str | Path) -> str:
     "builtin" is the source of Python's standard library. A dataset is read from Hugging Face's `datasets`, from its
     split "train" unless another is named; it and a .jsonl file are read from the field "text" unless another is named.
     """
+    return BETWEEN.join(read_documents(source))
+
+
+def read_documents(source: str | Path) -> list[str]:
+    """The same, document by document: a line of a .jsonl file, a row of a dataset; any other text is one."""
     name = str(source)
     if name == "builtin":
         corpus = standard_library()
-        text = bytes(torch.cat((corpus.train, corpus.held_out)).tolist()).decode(errors="replace")
+        texts = [bytes(torch.cat((corpus.train, corpus.held_out)).tolist()).decode(errors="replace")]
     elif name.startswith("dataset:"):
-        text = _dataset(name)
+        texts = _dataset(name)
     else:
         path, separator, field = name.rpartition(":")
         if not (separator and path.endswith(".jsonl")):
             path, field = name, "text"
         text = _file(Path(path))
-        text = _documents(text, path, field) if path.endswith(".jsonl") else text
-    if not text.strip():
+        texts = _documents(text, path, field) if path.endswith(".jsonl") else [text]
+    if not any(text.strip() for text in texts):
         raise TextError(f"{name} holds no text.")
-    return text
+    return texts
 
 
 def _file(path: Path) -> str:
@@ -54,17 +60,14 @@ def _file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise TextError(
-            f"There is no file {path}. Text is read from a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT] or"
-            " builtin."
-        ) from None
+        raise TextError(f"There is no file {path}. Text is read from {SOURCES}.") from None
     except UnicodeDecodeError as error:
         raise TextError(f"{path} is not UTF-8 text: byte {error.start} does not fit. Convert it first.") from error
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _documents(lines: str, path: str, field: str) -> str:
+def _documents(lines: str, path: str, field: str) -> list[str]:
     """One JSON object a line, each with a string under this field."""
     texts = []
     for number, line in enumerate(lines.split("\n"), 1):
@@ -80,23 +83,40 @@ def _documents(lines: str, path: str, field: str) -> str:
             raise TextError(
                 f"Line {number} of {path} has no text under {field!r}; it has {found}. Name the field: {path}:FIELD."
             )
-        texts.append(text)
-    return BETWEEN.join(texts)
+        texts.append(text.encode(errors="replace").decode())  # JSON may hold half of a surrogate pair
+    return texts
 
 
-def _dataset(name: str) -> str:
+def _dataset(name: str) -> list[str]:
+    rows = _rows(name)
+    if "text" not in rows.column_names:
+        raise TextError(f"{name} has no column 'text'; it has {', '.join(map(repr, rows.column_names))}.")
+    return list(rows["text"])
+
+
+def stream_documents(name: str) -> Iterator[str]:
+    """The documents of a dataset as they arrive, none kept: for one too large to download."""
+    try:
+        for row in _rows(name, streaming=True):
+            if not isinstance(row.get("text"), str):
+                raise TextError(f"{name} has no column 'text'; it has {', '.join(map(repr, row))}.")
+            yield row["text"]
+    except TextError:
+        raise
+    except Exception as error:  # of many kinds: the network between one row and the next, a damaged file
+        raise TextError(f"{name} cannot be read on: {error}") from error
+
+
+def _rows(name: str, **how: bool) -> Any:
     parts = name.split(":")[1:]
     split = parts.pop() if len(parts) > 2 or parts[-1] in SPLITS else "train"
     if not 1 <= len(parts) <= 2 or not all((*parts, split)):
         raise TextError(f"{name!r} does not name a dataset; the form is dataset:NAME[:CONFIG][:SPLIT].")
     datasets = library("datasets", f"Reading {name}", "datasets")
     try:
-        rows = datasets.load_dataset(*parts, split=split)
+        return datasets.load_dataset(*parts, split=split, **how)
     except Exception as error:  # of many kinds: no network, no such name, no such split
         raise TextError(f"{name} cannot be read: {error}") from error
-    if "text" not in rows.column_names:
-        raise TextError(f"{name} has no column 'text'; it has {', '.join(map(repr, rows.column_names))}.")
-    return BETWEEN.join(rows["text"])
 
 
 def windows(tokenizer: Any, text: str, context: int, count: int | None = None) -> Tensor:
@@ -105,7 +125,7 @@ def windows(tokenizer: Any, text: str, context: int, count: int | None = None) -
         if number is not None and number < 1:
             raise TextError(f"{name} must be at least 1, got {number}.")
     pieces, have = [], 0
-    for piece in _pieces(tokenizer, text):
+    for piece in token_pieces(tokenizer, text):
         pieces.append(piece)
         have += piece.numel()
         if count is not None and have >= count * context:
@@ -120,7 +140,7 @@ def windows(tokenizer: Any, text: str, context: int, count: int | None = None) -
     return kept[: found * context].view(found, context)
 
 
-def _pieces(tokenizer: Any, text: str) -> Iterator[Tensor]:
+def token_pieces(tokenizer: Any, text: str) -> Iterator[Tensor]:
     """The tokens of the text, some of them at a time."""
     start = 0
     while start < len(text):

@@ -27,7 +27,7 @@ PUBLIC = [
     "select",
     "selection",
 ]
-OPTIONAL = ["matplotlib", "numpy", "rich", "safetensors", "transformers", "triton"]
+OPTIONAL = ["PIL", "matplotlib", "numpy", "rich", "safetensors", "sklearn", "tokenizers", "transformers", "triton"]
 
 
 def test_public_names_are_these_and_no_others() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,9 @@ class RunFolder:
         return self.path / CHECKPOINT if (self.path / CHECKPOINT).is_dir() else None
 
     def rewind(self, step: int) -> None:
-        """Forget numbers of steps that come after this one: they will be taken again."""
+        """Forget numbers of steps that come after this one, which will be taken again, and checkpoints cut short."""
+        for partial in self.path.glob(f".{CHECKPOINT}.*"):
+            shutil.rmtree(partial, ignore_errors=True)
         path = self.path / METRICS
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         kept = []
@@ -77,16 +78,3 @@ def write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
-
-
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """A new folder to write into; once it is written it takes the place of the old one."""
-    fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
-    shutil.rmtree(fresh, ignore_errors=True)
-    yield fresh
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(folder, old)
-    os.replace(fresh, folder)
-    shutil.rmtree(old, ignore_errors=True)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from secateur.bench.record import commit, hardware, versions
+from secateur.folder import appearing
 from secateur.lab.data import Tokens
 from secateur.lab.looking import Monitor
-from secateur.lab.runfolder import BEST, RunFolder, replacing
+from secateur.lab.runfolder import BEST, RunFolder
 from secateur.lab.trainer import EXTRA, Trainer
 from secateur.optional import library
 
@@ -92,8 +93,7 @@ def _keep_best(trainer: Trainer, folder: RunFolder, loss: float) -> None:
     state = trainer.accelerator.get_state_dict(trainer.model)
     if trainer.accelerator.is_main_process:
         save_file = library("safetensors.torch", "Saving weights", EXTRA).save_file
-        with replacing(folder.path / BEST) as fresh:
-            fresh.mkdir()
+        with appearing(folder.path / BEST) as fresh:
             whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
             save_file(whole, str(fresh / "model.safetensors"), {"step": str(trainer.progress.step)})
 

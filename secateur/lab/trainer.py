@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import SecateurError
+from secateur.folder import appearing
 from secateur.lab.data import Images, Tokens, load
 from secateur.lab.experiment import Experiment
 from secateur.lab.looking import OneWeight, Stopwatch
-from secateur.lab.runfolder import CHECKPOINT, RunFolder, replacing
+from secateur.lab.runfolder import CHECKPOINT, RunFolder
 from secateur.lab.zoo import image_model, is_language_model, language_model, loss_of, seeded
 from secateur.optional import library
 from secateur.pruner import Pruner
@@ -173,13 +174,11 @@ class Trainer:
 
     def save(self, folder: RunFolder) -> None:
         """Write a checkpoint in the place of the last; killed at any moment, one of them is whole."""
-        self.accelerator.wait_for_everyone()
-        target = folder.path / CHECKPOINT
-        if self.accelerator.is_main_process:
-            with replacing(target) as fresh:
-                self.accelerator.save_state(str(fresh), safe_serialization=True)
-        else:
-            self.accelerator.save_state(str(target.with_name(target.name + ".new")), safe_serialization=True)
+        utils = library("accelerate.utils", "Training", EXTRA)
+        with appearing(folder.path / CHECKPOINT) if self.accelerator.is_main_process else nullcontext() as fresh:
+            where = utils.broadcast_object_list([str(fresh)])[0]
+            self.accelerator.save_state(where, safe_serialization=True)
+            self.accelerator.wait_for_everyone()
         self.accelerator.wait_for_everyone()
 
     @property
