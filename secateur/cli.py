@@ -13,6 +13,8 @@ from secateur.bench import NAMES
 from secateur.bench.demo import load_demo, training_steps
 from secateur.errors import SecateurError
 from secateur.jobs import add_probe, add_prune
+from secateur.lab.compare import add_compare
+from secateur.lab.files import check_place
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.set_defaults(run=_demo)
     add_prune(commands.add_parser("prune", help="prune a trained model, judge it on other text, save it"))
     add_probe(commands.add_parser("probe", help="prune only what the gradients agree to (GradProbe)"))
+    add_compare(commands.add_parser("compare", help="tables and pictures of finished runs, with intervals over seeds"))
     _add_benchmarks(commands.add_parser("bench", help="measure, print a table, record every sample"))
     options = parser.parse_args(arguments)
     options.invocation = shlex.join(["secateur", *arguments])
@@ -48,8 +51,7 @@ def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    if not options.out.resolve().parent.is_dir():
-        raise SecateurError(f"There is no folder {options.out.resolve().parent} to write {options.out.name} into.")
+    check_place(options.out)
     load_demo().demo(options.out, options.steps)
     return 0
 

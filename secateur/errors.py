@@ -39,3 +39,7 @@ class ModelError(SecateurError):
 
 class TextError(SecateurError):
     """Text that cannot be read, is too short, or serves both to calibrate and to evaluate."""
+
+
+class ComparisonError(SecateurError):
+    """Runs that cannot be read, or that differ in more than a table of them would say."""

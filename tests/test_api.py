@@ -27,7 +27,7 @@ PUBLIC = [
     "select",
     "selection",
 ]
-OPTIONAL = ["matplotlib", "numpy", "rich", "safetensors", "transformers", "triton"]
+OPTIONAL = ["matplotlib", "numpy", "rich", "safetensors", "scipy", "transformers", "triton"]
 
 
 def test_public_names_are_these_and_no_others() -> None:
