@@ -31,10 +31,10 @@ def from_mapping(kind: type[Kind], found: Mapping[str, Any], source: str) -> Kin
     hints = get_type_hints(kind)
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     values = {}
-    for key, value in found.items():
+    for key, given in found.items():
         if key not in known:
             raise SecateurError(f"{source} has no setting {key!r}.{nearest(key, known)} Known: {', '.join(known)}.")
-        value = tuple(value) if isinstance(value, list) else value
+        value: Any = tuple(given) if isinstance(given, list) else given
         if not _fits(value, hints[key]):
             raise SecateurError(f"{source}: {key} = {value!r} is not what it takes, which is {_words(hints[key])}.")
         values[key] = float(value) if hints[key] is float else value
