@@ -14,6 +14,8 @@ from secateur.bench.demo import load_demo, training_steps
 from secateur.errors import SecateurError
 from secateur.jobs import add_probe, add_prune
 from secateur.lab.commands import add_train
+from secateur.lab.compare import add_compare
+from secateur.lab.files import check_place
 from secateur.lab.prepare import add_data
 from secateur.lab.sweep import add_sweep
 
@@ -32,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_train(commands.add_parser("train", help="train a network, pruned or dense, from a recipe"))
     add_sweep(commands.add_parser("sweep", help="train a grid of networks that differ in named settings alone"))
     add_data(commands.add_parser("data", help="turn text into a folder of tokens to train on"))
+    add_compare(commands.add_parser("compare", help="tables and pictures of finished runs, with intervals over seeds"))
     _add_benchmarks(commands.add_parser("bench", help="measure, print a table, record every sample"))
     options = parser.parse_args(arguments)
     options.invocation = shlex.join(["secateur", *arguments])
@@ -54,8 +57,7 @@ def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    if not options.out.resolve().parent.is_dir():
-        raise SecateurError(f"There is no folder {options.out.resolve().parent} to write {options.out.name} into.")
+    check_place(options.out)
     load_demo().demo(options.out, options.steps)
     return 0
 

@@ -43,3 +43,7 @@ class TextError(SecateurError):
 
 class DataError(SecateurError):
     """A data set that is unknown, not there or damaged, or that does not fit what is to read it."""
+
+
+class ComparisonError(SecateurError):
+    """Runs that cannot be read, or that differ in more than a table of them would say."""

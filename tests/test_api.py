@@ -27,7 +27,10 @@ PUBLIC = [
     "select",
     "selection",
 ]
-OPTIONAL = ["PIL", "matplotlib", "numpy", "rich", "safetensors", "sklearn", "tokenizers", "transformers", "triton"]
+OPTIONAL = [
+    "PIL", "accelerate", "matplotlib", "numpy", "ray", "rich", "safetensors", "scipy", "sklearn", "tensorboard",
+    "tokenizers", "transformers", "triton",
+]  # fmt: skip
 
 
 def test_public_names_are_these_and_no_others() -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 
 from secateur.cli import main
-from secateur.lab import page
 from secateur.lab.corpus import batches, standard_library, windows
 from secateur.lab.demo import demo
+from secateur.lab.files import write
 from secateur.lab.training import Run
+from tests.browser import Collector, open_page
 
 Shown = tuple[Path, str, list[Run]]
 
@@ -47,21 +45,6 @@ def test_the_table_tells_what_happened(shown: Shown) -> None:
     assert f"Report: {path.resolve()}" in printed
 
 
-class Collector(HTMLParser):
-    """Everything a page would fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fetched: list[str] = []
-        self.tags: list[str] = []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attributes:
-            if name in ("src", "href", "xlink:href", "data") and value and not value.startswith(("#", "data:")):
-                self.fetched.append(f"{tag} {value}")
-
-
 def test_the_page_holds_all_it_needs(shown: Shown) -> None:
     text = shown[0].read_text()
     collector = Collector()
@@ -74,21 +57,7 @@ def test_the_page_holds_all_it_needs(shown: Shown) -> None:
 
 
 def test_the_page_opens_in_a_browser_without_complaint(shown: Shown, tmp_path: Path) -> None:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no Chromium is installed, so nobody looked at the page (Debian: apt-get install chromium)")
-    quiet = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    quiet += " --disable-component-update --disable-sync --enable-logging=stderr --log-level=0 --window-size=1150,2400"
-    picture = tmp_path / "page.png"
-    command = [chromium, *quiet.split(), f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}"]
-    done = subprocess.run([*command, shown[0].as_uri()], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert picture.stat().st_size > 50_000  # an empty page of this size is a tenth of that
-    assert "CONSOLE" not in done.stderr
-    broken = tmp_path / "broken.html"
-    broken.write_text("<script>console.error('seen')</script>")
-    again = subprocess.run([*command, broken.as_uri()], capture_output=True, text=True, timeout=120, check=False)
-    assert "CONSOLE" in again.stderr  # the check above can fail
+    open_page(shown[0], tmp_path)
 
 
 def test_training_and_held_out_files_are_apart() -> None:
@@ -111,7 +80,7 @@ def test_bad_arguments_are_told_apart(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    page.write(tmp_path / "a.html", "one")
-    page.write(tmp_path / "a.html", "two")
+    write(tmp_path / "a.html", "one")
+    write(tmp_path / "a.html", "two")
     assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
     assert (tmp_path / "a.html").read_text() == "two"

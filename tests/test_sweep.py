@@ -46,7 +46,7 @@ def test_cells(tmp_path: Path) -> None:
         BASE + '[axes]\nscore = ["dense", "magnitude"]\nsparsity = [0.5, 0.8]\nseed = [0, 1]\n', encoding="utf-8"
     )
     axes, cells = cells_of(path)
-    assert axes == ["score", "sparsity", "seed"]
+    assert axes == ["score", "sparsity"]
     found = {(c.experiment.score, c.experiment.sparsity, c.experiment.seed) for c in cells}
     assert found == {(None, 0.0, s) for s in (0, 1)} | {("magnitude", p, s) for p in (0.5, 0.8) for s in (0, 1)}
     assert len({cell.name for cell in cells}) == len(cells) == 6

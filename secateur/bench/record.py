@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import secateur
+from secateur.lab.files import write
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -103,7 +104,5 @@ def save(theme: str, data: dict[str, Any], options: argparse.Namespace, device: 
     path: Path = folder / f"{theme}_{slug}_{today}.json"
     if BUSY and not path.exists():
         print(f"secateur: other work was running (load {LOAD_AT_START:.1f}): do not trust the times", file=sys.stderr)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write(path, json.dumps(record, indent=1) + "\n")
     return path

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from secateur.lab import page
 from secateur.lab.corpus import VOCABULARY, standard_library
+from secateur.lab.files import write
 from secateur.lab.models import GPT, GPTShape
 from secateur.lab.training import Plan, Run, train
 from secateur.report import text_table
@@ -51,7 +52,7 @@ def demo(out: Path, steps: int | None = None) -> list[Run]:
             runs.append(train(plan, corpus, score, tell))
     rows = [row(run) for run in runs]
     print(text_table(HEADER, rows))
-    page.write(out, page.render(plan, runs, HEADER, rows, facts))
+    write(out, page.render(plan, runs, HEADER, rows, facts))
     print(f"\nReport: {out.resolve()}  ({time.perf_counter() - began:.0f} s in all)")
     return runs
 

@@ -1,18 +1,17 @@
-"""The demo's page: one self-contained HTML file, figures inside as SVG, nothing fetched from anywhere."""
+"""Pages of the lab: one self-contained HTML file, figures inside as SVG, nothing fetched from anywhere."""
 
 from __future__ import annotations
 
 import html
 import io
 import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from secateur.lab.training import Plan, Run
+from secateur.page import table
 
 COLOURS = {"dense": "#6b7280", "magnitude": "#d97706", "variance": "#2563eb"}
 STAGES = ("#93c5fd", "#3b82f6", "#1e3a8a")
@@ -26,6 +25,9 @@ p { margin: .25rem 0 .75rem; color: #4b5563; max-width: 68ch; }
 table { border-collapse: collapse; background: #fff; width: 100%; margin: 1rem 0; }
 th, td { padding: .5rem .75rem; text-align: right; border-bottom: 1px solid #e5e7eb; }
 th { font-weight: 600; color: #374151; } th:first-child, td:first-child { text-align: left; }
+.wide { overflow-x: auto; } .wide th, .wide td { padding: .35rem .4rem; font-size: .8rem; }
+.wide td { white-space: nowrap; }
+section { margin: 1.5rem 0; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: 1rem; }
 figure { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; margin: 0; padding: 1rem; }
 figure.tall { grid-row: span 2; }
@@ -79,23 +81,38 @@ def _sparsity(runs: Sequence[Run]) -> str:
     return figure(draw)
 
 
-def _layers(runs: Sequence[Run]) -> str:
-    pruned = [run for run in runs if run.report is not None]
-    reports = [run.report for run in pruned if run.report is not None]
-    names = [row.name.removesuffix(".weight") for row in reports[0].tensors]
+def legend_columns(labels: Sequence[str], letters: int) -> int:
+    """How many labels stand beside each other where so many letters fit; a line's sample takes six."""
+    return min(len(labels), max(1, letters // (max(map(len, labels)) + 6)))
+
+
+Bars = tuple[str, str, Sequence[float]]  # label, colour, sparsity of each layer
+
+
+def layer_bars(names: Sequence[str], groups: Sequence[Bars], height: float, whole: float | None = None) -> str:
+    """A group of bars for every layer, and a dotted line at the sparsity of the whole."""
 
     def draw(axes: Any) -> None:
-        thick = 0.8 / len(pruned)
-        for number, (run, report) in enumerate(zip(pruned, reports, strict=True)):
+        thick = 0.8 / len(groups)
+        for number, (label, colour, values) in enumerate(groups):
             places = [place + number * thick - 0.4 + thick / 2 for place in range(len(names))]
-            axes.barh(places, [row.sparsity for row in report.tensors], thick, color=_colour(run.name), label=run.name)
+            axes.barh(places, values, thick, color=colour, label=label)
         axes.set(yticks=range(len(names)), yticklabels=names, xlim=(0, 1), xlabel="share of its weights gone")
-        axes.axvline(reports[0].sparsity, color="#111827", linewidth=0.8, linestyle=":")
-        axes.invert_yaxis()
+        if whole is not None:
+            axes.axvline(whole, color="#111827", linewidth=0.8, linestyle=":")
+        axes.set_ylim(len(names) - 0.5, -0.5)  # the first layer on top
         axes.grid(visible=False)
-        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(pruned))
+        columns = legend_columns([label for label, _, _ in groups], 52)
+        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns)
 
-    return figure(draw, height=8.2)
+    return figure(draw, height=height)
+
+
+def _layers(runs: Sequence[Run]) -> str:
+    pruned = [(run.name, run.report) for run in runs if run.report is not None]
+    names = [row.name.removesuffix(".weight") for row in pruned[0][1].tensors]
+    groups = [(name, _colour(name), [row.sparsity for row in report.tensors]) for name, report in pruned]
+    return layer_bars(names, groups, 8.2, pruned[0][1].sparsity)
 
 
 def _scores(run: Run) -> str:
@@ -113,21 +130,31 @@ def _scores(run: Run) -> str:
     return figure(draw)
 
 
-def _block(title: str, text: str, svg: str, *, tall: bool = False) -> str:
+def block(title: str, text: str, svg: str, *, tall: bool = False) -> str:
+    """A figure with its heading and a sentence."""
     place = ' class="tall"' if tall else ""
     return f"<figure{place}><h2>{html.escape(title)}</h2><p>{html.escape(text)}</p>{svg}</figure>"
 
 
+def document(title: str, heading: str, parts: Sequence[str], figures: Sequence[str], footer: str) -> str:
+    """The whole page as a string: parts below each other, then figures beside each other. All but texts is HTML."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body><main>'
+        f'<h1>{html.escape(heading)}</h1>{"".join(parts)}<div class="figures">{"".join(figures)}</div>'
+        f"<footer>{footer}</footer></main></body></html>\n"
+    )
+
+
 def render(plan: Plan, runs: Sequence[Run], header: Sequence[str], rows: Sequence[Sequence[str]], facts: str) -> str:
-    """The whole page as a string."""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    """The demo's page."""
     figures = [
-        _block("Loss", "Dots: held-out files. Faint lines: training batches, smoothed.", _loss(runs)),
-        _block(
+        block("Loss", "Dots: held-out files. Faint lines: training batches, smoothed.", _loss(runs)),
+        block(
             "Sparsity", f"All pruned runs follow one schedule, to the weight, to {plan.sparsity:.0%}.", _sparsity(runs)
         ),
-        _block(
+        block(
             "Sparsity by layer",
             "One cut for the whole model: each layer gives what it can spare.",
             _layers(runs),
@@ -137,21 +164,11 @@ def render(plan: Plan, runs: Sequence[Run], header: Sequence[str], rows: Sequenc
     for run in runs:
         if run.snapshots:
             text = "The cut of that update is the dashed line of the same colour: what is left of it goes."
-            figures.append(_block(f"Scores and the cut: {run.name}", text, _scores(run)))
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Secateur demo</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body><main>'
-        "<h1>The same network, dense and pruned while it trained</h1>"
-        f"<p>{html.escape(facts)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        f'<div class="figures">{"".join(figures)}</div>'
-        "<footer>One seed, one small model: a look, not a result. Made by <code>secateur demo</code>.</footer>"
-        "</main></body></html>\n"
+            figures.append(block(f"Scores and the cut: {run.name}", text, _scores(run)))
+    return document(
+        "Secateur demo",
+        "The same network, dense and pruned while it trained",
+        [f"<p>{html.escape(facts)}</p>", table(header, rows)],
+        figures,
+        "One seed, one small model: a look, not a result. Made by <code>secateur demo</code>.",
     )
-
-
-def write(path: Path, text: str) -> None:
-    """Write under a temporary name, then rename: a reader never sees half a page."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import Any
 
 from secateur.errors import SecateurError
 from secateur.lab.experiment import Experiment
+from secateur.lab.files import write
 
 CONFIG, METRICS, SUMMARY, CHECKPOINT, BEST = "config.json", "metrics.jsonl", "summary.json", "checkpoint", "best"
 
@@ -33,7 +33,7 @@ class RunFolder:
             raise SecateurError(f"{path} is there already and holds no run. Name another folder with --out.")
         else:
             path.mkdir(parents=True, exist_ok=True)
-            write_whole(path / CONFIG, json.dumps(config, indent=1) + "\n")
+            write(path / CONFIG, json.dumps(config, indent=1) + "\n")
 
     @property
     def finished(self) -> bool:
@@ -56,7 +56,7 @@ class RunFolder:
                 kept += [line] if json.loads(line)["step"] <= step else []
             except ValueError:  # a line that was being written when the run was killed
                 break
-        write_whole(path, "".join(line + "\n" for line in kept))
+        write(path, "".join(line + "\n" for line in kept))
 
     def note(self, numbers: Mapping[str, Any]) -> None:
         """Add a line of numbers."""
@@ -67,14 +67,7 @@ class RunFolder:
         """Write the report, whatever else was looked at, and then the summary: a folder that has one is done."""
         for name, numbers in looks.items():
             if numbers:
-                write_whole(self.path / name, json.dumps(numbers) + "\n")
+                write(self.path / name, json.dumps(numbers) + "\n")
         if report is not None:
-            write_whole(self.path / "report.json", report + "\n")
-        write_whole(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A file, whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+            write(self.path / "report.json", report + "\n")
+        write(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")

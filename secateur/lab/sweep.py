@@ -14,6 +14,7 @@ from typing import Any
 from secateur.bench.measuring import positive
 from secateur.errors import SecateurError
 from secateur.lab.experiment import Experiment
+from secateur.lab.fairness import check_fair
 from secateur.settings import from_mapping, nearest, read_toml
 
 ENGINES = ("local", "ray")
@@ -41,14 +42,12 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def cells_of(path: Path) -> tuple[list[str], list[Cell]]:
-    """The axes of a grid and its cells. A dense run has no sparsity: it is there once for each seed."""
+    """The axes of a grid but for the seed, and its cells. A dense run has no sparsity: one for each seed is enough."""
     found = read_toml(path)
     for table in found:
         if table not in TABLES:
             raise SecateurError(f"{path} has a table [{table}].{nearest(table, TABLES)} It takes [base] and [axes].")
     base, axes = dict(found.get("base", {})), dict(found.get("axes", {}))
-    if "recipe" in base:
-        base = {**read_toml(path.parent / base.pop("recipe")), **base}
     if not axes:
         raise SecateurError(f"{path} has no [axes]: nothing differs. Use secateur train for a single run.")
     for name, values in axes.items():
@@ -56,6 +55,8 @@ def cells_of(path: Path) -> tuple[list[str], list[Cell]]:
             raise SecateurError(f"{path}: axis {name} must be a list of values, such as seed = [0, 1, 2].")
         if name in base:
             raise SecateurError(f"{path}: {name} stands in [base] and in [axes]. Leave one out.")
+    if "recipe" in base:
+        base = {**read_toml(path.parent / base.pop("recipe")), **base}
     cells: dict[str, Cell] = {}
     for values in itertools.product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
@@ -64,7 +65,10 @@ def cells_of(path: Path) -> tuple[list[str], list[Cell]]:
         name = "-".join(f"{key}={DENSE if value is None else value}" for key, value in chosen.items())
         name = name.replace("/", "_").replace(" ", "")
         cells[name] = Cell(name, from_mapping(Experiment, {**base, **chosen}, str(path)))
-    return list(axes), list(cells.values())
+    named = [axis for axis in axes if axis != "seed"]
+    named += ["sparsity"] if DENSE in axes.get("score", []) and "sparsity" not in axes else []
+    check_fair([asdict(cell.experiment) for cell in cells.values()], named)
+    return named, list(cells.values())
 
 
 def run_cell(config: Mapping[str, Any], folder: str, cpu: bool, checkpoint_every: int) -> dict[str, Any]:
@@ -104,5 +108,5 @@ def run_sweep(options: argparse.Namespace) -> int:
         on_ray([(cell.name, arguments(cell)) for cell in cells], options.cpus, options.gpus)
     else:
         one_after_another(cells, lambda cell: run_cell(*arguments(cell)))
-    print(f"secateur compare {out} --by {','.join(axis for axis in axes if axis != 'seed')}")
+    print(f"secateur compare {out} --by {','.join(axes)}" if axes else f"secateur compare {out}")
     return 0

@@ -1,0 +1,137 @@
+"""`secateur compare`: runs as rows, differences with intervals, nothing compared that is not alike."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from secateur.errors import ComparisonError
+from secateur.lab.fairness import differing, texts
+from secateur.lab.files import check_place, write
+from secateur.lab.rendering import explanations, header, notes, rows_of
+from secateur.lab.rows import Measure, Row, baselines, group, measure_of
+from secateur.lab.runs import FinishedRun, read_runs
+from secateur.lab.statistics import percent, ratio
+from secateur.lab.tables import Entry, Table, tables
+from secateur.optional import library
+from secateur.report import text_table
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything a page, a terminal or a file shows."""
+
+    axes: tuple[str, ...]
+    shared: dict[str, str]  # settings that are the same in all runs
+    measure: Measure
+    rows: tuple[Row, ...]
+    tables: tuple[Table, ...]
+
+    def __str__(self) -> str:
+        parts = [self.alike]
+        for table in self.tables:
+            parts.append(table.title)
+            if table.entries:
+                parts.append(text_table(header(self.measure), rows_of(table, self.measure)))
+            parts.append("\n".join(notes(table, self.measure)))
+        return "\n\n".join(part for part in (*parts, "\n".join(self.explained)) if part)
+
+    @property
+    def alike(self) -> str:
+        """The settings all rows share, in a line."""
+        return "The same in every row: " + ", ".join(f"{name}={value}" for name, value in self.shared.items()) + "."
+
+    @property
+    def explained(self) -> list[str]:
+        """How the numbers of all tables came about."""
+        return explanations(self.tables, self.measure)
+
+    def to_json(self) -> str:
+        """All numbers, those of every seed too. What is not finite is null."""
+        plain = {
+            "axes": self.axes,
+            "shared": self.shared,
+            "measure": {**asdict(self.measure), "judged": self.measure.judged},
+            "runs": [{"row": row.label, **_plain_run(run)} for row in self.rows for run in row.runs],
+            "explained": self.explained,
+            "tables": [
+                {
+                    **asdict(table),
+                    "entries": [_plain_entry(entry, self.measure) for entry in table.entries],
+                    "notes": notes(table, self.measure),
+                }
+                for table in self.tables
+            ],
+        }
+        return json.dumps(_finite(plain), indent=1, allow_nan=False) + "\n"
+
+
+def compare(runs: Sequence[FinishedRun], by: Sequence[str] | None = None, baseline: str | None = None) -> Comparison:
+    """Runs in rows along the settings `by` (whatever differs), each against the `baseline` row (the first)."""
+    if not runs:
+        raise ComparisonError("No run is finished, so there is nothing to compare.")
+    settings = [run.settings for run in runs]
+    different = differing(settings)
+    axes = tuple(different) if by is None else tuple(by)
+    measure = measure_of(runs)
+    rows = group(runs, axes)
+    shared = {name: value for name, value in texts(settings[0]).items() if name not in different}
+    return Comparison(axes, shared, measure, tuple(rows), tuple(tables(rows, baselines(rows, baseline), measure)))
+
+
+def _plain_run(run: FinishedRun) -> dict[str, Any]:
+    curve = [asdict(found) for found in run.evaluations]
+    return {"folder": str(run.folder), "settings": run.settings, "evaluations": curve, "summary": run.summary}
+
+
+def _plain_entry(entry: Entry, measure: Measure) -> dict[str, Any]:
+    found = entry.difference
+    if found is None:
+        return asdict(entry)
+    plain = {**asdict(entry), "percent": asdict(percent(found, logarithmic=measure.logarithmic))}
+    return {**plain, "ratio": asdict(ratio(found))} if measure.logarithmic else plain
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or folders that hold such")
+    parser.add_argument("--baseline", metavar="NAME", help="row that others are compared with: score=magnitude (first)")
+    parser.add_argument("--by", help="settings that rows may differ in: score,sparsity (whatever differs)")
+    parser.add_argument("--out", type=Path, help="a page with curves, pictures and tables, such as compare.html")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers, those of every seed too")
+    parser.set_defaults(run=run_compare)
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    """Read, compare, print, write."""
+    for path in filter(None, (options.out, options.json)):
+        check_place(path)
+    runs, unfinished = read_runs(options.runs)
+    for folder in unfinished:
+        print(f"secateur: {folder} is not finished (no summary.json) and is left out", file=sys.stderr)
+    by = None if options.by is None else [name.strip() for name in options.by.split(",") if name.strip()]
+    found = compare(runs, by, options.baseline)
+    print(found)
+    if options.json:
+        write(options.json, found.to_json())
+    if options.out:
+        library("matplotlib", "The page", "'secateur[lab]'")
+        from secateur.lab import figures
+
+        write(options.out, figures.render(found))
+        print(f"\nPage: {options.out.resolve()}")
+    return 0

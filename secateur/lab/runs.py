@@ -1,0 +1,131 @@
+"""Run folders, as `secateur train` and `secateur sweep` leave them: config.json, metrics.jsonl, summary.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from secateur.errors import ComparisonError
+from secateur.lab.fairness import SEED
+
+CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
+BUDGET = "budget"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model was worth on held-out data at one moment."""
+
+    step: int
+    seconds: float  # since training began
+    held_out_loss: float
+    quality: float
+    sparsity: float
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """One run: its settings, what it was worth on the way, and what came of it."""
+
+    folder: Path
+    settings: dict[str, Any]
+    evaluations: tuple[Evaluation, ...]  # by step
+    sparsity: tuple[tuple[int, float], ...]  # step and sparsity, by step
+    summary: dict[str, Any]
+    final: Evaluation
+
+    @property
+    def seed(self) -> int:
+        return int(self.settings[SEED])
+
+    @property
+    def extended(self) -> bool:
+        """Whether it was given more training than the usual budget."""
+        return self.settings.get(BUDGET) == "extended"
+
+    @property
+    def took(self) -> float:
+        """Seconds until the last evaluation was there, whether or not the summary counts that one."""
+        return max([self.final.seconds, *(one.seconds for one in self.evaluations)])
+
+
+def read_runs(paths: Sequence[Path]) -> tuple[list[FinishedRun], list[Path]]:
+    """Every run in these folders and below them, in order, and the folders of those that are not finished."""
+    folders: dict[Path, Path] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise ComparisonError(f"There is no folder {path}. Give folders that `secateur train` or `sweep` wrote.")
+        found = list(run_folders(path))
+        if not found:
+            raise ComparisonError(f"There is no run in {path} or below it: a run's folder holds a {CONFIG}.")
+        for folder in found:
+            folders.setdefault(folder.resolve(), folder)  # named twice, read once
+    finished = [folder for folder in folders.values() if (folder / SUMMARY).is_file()]
+    unfinished = [folder for folder in folders.values() if folder not in finished]
+    return [read_run(folder) for folder in finished], unfinished
+
+
+def run_folders(path: Path) -> Iterator[Path]:
+    """Folders of runs, by name. Nothing is looked for inside a run: a saved model has a config.json too."""
+    if (path / CONFIG).is_file():
+        yield path
+        return
+    for inner in sorted(path.iterdir()):
+        if inner.is_dir():
+            yield from run_folders(inner)
+
+
+def read_run(folder: Path) -> FinishedRun:
+    """One finished run."""
+    settings, summary = _mapping(folder / CONFIG), _mapping(folder / SUMMARY)
+    if not isinstance(settings.get(SEED), int):
+        raise ComparisonError(
+            f"{folder / CONFIG} names no whole seed. Runs are paired by seed: write one, or leave it out."
+        )
+    if BUDGET in summary:
+        settings = {**settings, BUDGET: summary[BUDGET]}  # what it got counts, not what was asked
+    lines = [line for line in _lines(folder / METRICS) if "step" in line]
+    try:
+        # After a resumed run a step may stand there twice: the later line belongs to the model that came out.
+        judged = {line["step"]: _evaluation(line) for line in lines if "held_out_loss" in line}
+        path = {line["step"]: number(line["sparsity"]) for line in lines if "sparsity" in line}
+        final = _evaluation({"step": summary["steps"], **summary})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ComparisonError(f"The run in {folder} is not as `secateur train` writes it: {error!r}.") from error
+    evaluations = tuple(judged[step] for step in sorted(judged))
+    return FinishedRun(folder, settings, evaluations, tuple(sorted(path.items())), summary, final)
+
+
+def number(value: Any) -> float:
+    """A number from JSON, which knows no infinity: null and texts stand for what is not finite."""
+    return math.nan if value is None else float(value)
+
+
+def _evaluation(line: dict[str, Any]) -> Evaluation:
+    names = ("seconds", "held_out_loss", "quality", "sparsity")
+    return Evaluation(int(line["step"]), *(number(line[name]) for name in names))
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    found = _json(path, path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ComparisonError(f"{path} holds no JSON object. Was it written by `secateur train`?")
+    return found
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [_json(f"{path}, line {place}", line) for place, line in enumerate(lines, 1) if line.strip()]
+
+
+def _json(source: Path | str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ComparisonError(f"{source}: not JSON ({error}). Run it again, or leave it out.") from error

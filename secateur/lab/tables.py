@@ -1,0 +1,151 @@
+"""Tables of rows against their baselines: at the end, at equal steps, at equal seconds. Numbers only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from secateur.lab.rows import Measure, Row
+from secateur.lab.runs import Evaluation, FinishedRun
+from secateur.lab.statistics import Difference, Spread, difference, spread, verdict
+
+BASELINE, NO_BASELINE = "baseline", "no baseline"
+SPARSITY_ROUNDING = 1e-4  # metrics and summaries may round a sparsity differently
+Moment = Callable[[FinishedRun], Evaluation | None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row at one moment of its training."""
+
+    label: str
+    extended: bool
+    baseline: str | None
+    values: dict[int, float]  # what is judged, by seed
+    qualities: dict[int, float]  # the same as the run names it: of a held-out loss, the perplexity
+    sparsity: float  # mean over seeds, at that moment
+    final_sparsity: float
+    spread: Spread
+    difference: Difference | None
+    verdict: str
+
+    @property
+    def early(self) -> bool:
+        """Whether it was not yet as sparse as it came to be."""
+        return abs(self.sparsity - self.final_sparsity) > SPARSITY_ROUNDING
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table, with what must be said under it."""
+
+    name: str
+    title: str
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...]
+
+
+def tables(rows: Sequence[Row], bases: Sequence[Row | None], measure: Measure) -> list[Table]:
+    """All three; one that cannot be made has no entries and a note that says why."""
+    runs = [run for row in rows for run in row.runs]
+    return [
+        _table(
+            "final", f"{measure.name.capitalize()} at the end of training", rows, bases, measure, lambda run: run.final
+        ),
+        _equal_steps(runs, rows, bases, measure),
+        _equal_seconds(runs, rows, bases, measure),
+    ]
+
+
+def common_step(runs: Sequence[FinishedRun]) -> int | None:
+    """The last step at which every run was evaluated."""
+    steps = [{found.step for found in run.evaluations} for run in runs]
+    return max(set.intersection(*steps), default=None)
+
+
+def at_step(run: FinishedRun, step: int) -> Evaluation | None:
+    """The evaluation after this step."""
+    return next((found for found in run.evaluations if found.step == step), None)
+
+
+def by_seconds(run: FinishedRun, limit: float) -> Evaluation | None:
+    """The last evaluation no later than this."""
+    return next((found for found in reversed(run.evaluations) if found.seconds <= limit), None)
+
+
+def _equal_steps(
+    runs: Sequence[FinishedRun], rows: Sequence[Row], bases: Sequence[Row | None], measure: Measure
+) -> Table:
+    step = common_step(runs)
+    if step is None:
+        return Table("equal_steps", "At equal steps", (), ("There is no step at which every run was evaluated.",))
+    title = f"{measure.name.capitalize()} at equal steps: after step {step:,}, the last that every run was evaluated at"
+    return _table("equal_steps", title, rows, bases, measure, lambda run: at_step(run, step))
+
+
+def _equal_seconds(
+    runs: Sequence[FinishedRun], rows: Sequence[Row], bases: Sequence[Row | None], measure: Measure
+) -> Table:
+    limit = min(run.took for run in runs)
+    title = (
+        f"{measure.name.capitalize()} at equal seconds: the last evaluation within {limit:.1f} s, as the fastest took"
+    )
+    made = _table("equal_seconds", title, rows, bases, measure, lambda run: by_seconds(run, limit))
+    machines = sorted({str(run.summary.get("hardware", "unknown")) for run in runs})
+    if len(machines) == 1:
+        return made
+    note = f"The runs were not on the same hardware ({'; '.join(machines)}): their seconds say little."
+    return Table(made.name, made.title, made.entries, (*made.notes, note))
+
+
+def _table(
+    name: str, title: str, rows: Sequence[Row], bases: Sequence[Row | None], measure: Measure, moment: Moment
+) -> Table:
+    made = [_entry(row, base, measure, moment) for row, base in zip(rows, bases, strict=True)]
+    entries = tuple(entry for entry in made if entry is not None)
+    return Table(name, title, entries, tuple(_notes(rows, entries, moment)))
+
+
+def _found(row: Row, moment: Moment) -> dict[int, Evaluation]:
+    return {run.seed: found for run in row.runs if (found := moment(run)) is not None}
+
+
+def _entry(row: Row, base: Row | None, measure: Measure, moment: Moment) -> Entry | None:
+    found = _found(row, moment)
+    if not found:
+        return None
+    values = {seed: measure.of(one) for seed, one in found.items()}
+    compared, word = None, BASELINE if base is row else NO_BASELINE
+    if base is not None and base is not row:
+        compared = difference(values, {seed: measure.of(one) for seed, one in _found(base, moment).items()})
+        word = verdict(compared, measure.higher_is_better)
+    finals = [run.final.sparsity for run in row.runs if run.seed in found]
+    return Entry(
+        label=row.label,
+        extended=row.extended,
+        baseline=None if base is None else base.label,
+        values=values,
+        qualities={seed: one.quality for seed, one in found.items()},
+        sparsity=spread([one.sparsity for one in found.values()]).mean,
+        final_sparsity=spread(finals).mean,
+        spread=spread(list(values.values())),
+        difference=compared,
+        verdict=word,
+    )
+
+
+def _notes(rows: Sequence[Row], entries: Sequence[Entry], moment: Moment) -> list[str]:
+    notes = []
+    early = [f"{entry.label} ({entry.sparsity:.2%} of {entry.final_sparsity:.2%})" for entry in entries if entry.early]
+    if early:
+        notes.append(f"Not yet at their final sparsity at this point: {'; '.join(early)}.")
+    missing = [str(run.folder) for row in rows for run in row.runs if moment(run) is None]
+    if missing:
+        notes.append(f"Left out, as not evaluated by then: {', '.join(missing)}.")
+    wild = [entry.label for entry in entries if not all(map(math.isfinite, entry.values.values()))]
+    if wild:
+        notes.append(f"A loss or quality that is not a finite number: {'; '.join(wild)}.")
+    if any(entry.extended for entry in entries):
+        notes.append("[extended]: trained with an extended budget, more than the usual one.")
+    return notes

@@ -1,0 +1,173 @@
+"""`secateur compare`: its tables, at the end and at equal steps and seconds, its JSON and its page."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy
+import pytest
+from scipy import stats
+
+from secateur.errors import ComparisonError
+from secateur.lab.figures import layer_means, lines_of, render
+from secateur.lab.statistics import Difference, difference, ratio
+from tests.browser import Collector, open_page
+from tests.run_folders import LOSSES, command, compared, entries, make_run, make_sweep
+from tests.test_api import run_blocked
+
+
+def test_the_table_says_what_the_seeds_say(tmp_path: Path) -> None:
+    found = entries(compared(make_sweep(tmp_path, LOSSES)))
+    assert [found[f"score={name}"].verdict for name in LOSSES] == ["baseline", "better", "cannot be told"]
+    variance = found["score=variance"]
+    assert variance.values == {0: 1.9, 1: 2.01, 2: 2.08}
+    assert variance.spread.mean == pytest.approx(numpy.mean(LOSSES["variance"]))
+    assert variance.spread.deviation == pytest.approx(numpy.std(LOSSES["variance"], ddof=1))
+    expected = stats.ttest_rel(LOSSES["variance"], LOSSES["magnitude"]).confidence_interval(0.95)
+    assert variance.difference is not None
+    assert variance.difference.interval == pytest.approx((expected.low, expected.high))
+
+
+def test_higher_accuracy_is_better(tmp_path: Path) -> None:
+    finals = {"magnitude": [0.5, 0.51, 0.52], "variance": [0.6, 0.62, 0.61]}
+    found = compared(make_sweep(tmp_path, finals, quality_name="accuracy"))
+    assert entries(found)["score=variance"].verdict == "better"
+    assert "ratio" not in str(found)
+    assert "+19.61 [" in str(found)  # percent of 0.51
+
+
+def test_extended_budgets_are_marked_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_sweep(tmp_path, {"magnitude": [2.0, 2.1]})
+    make_sweep(tmp_path, {"variance": [1.0, 1.1]}, budget="extended")
+    with pytest.raises(ComparisonError, match=r"budget \(normal, extended\)"):
+        compared(tmp_path, ["score"])
+    found = compared(tmp_path)
+    for table in found.tables:
+        marked = [entry.label.endswith("[extended]") for entry in table.entries]
+        assert marked == [False, True]
+        assert any("extended budget" in note for note in table.notes)
+    assert command(capsys, tmp_path)[1].count("score=variance [extended]") == 3
+    assert render(found).count("<td>score=variance [extended]</td>") == 3
+
+
+def test_equal_steps_and_equal_seconds(tmp_path: Path) -> None:
+    fast = [(10, 1.0, 3.0, 0.2), (20, 2.0, 2.5, 0.5), (30, 3.0, 2.2, 0.5)]
+    slow = [(10, 2.0, 2.9, 0.1), (20, 4.0, 2.4, 0.4), (25, 5.0, 2.0, 0.6)]
+    make_run(tmp_path / "fast", fast)
+    make_run(tmp_path / "slow", slow, score="variance")
+    found = compared(tmp_path)
+    steps, seconds = entries(found, "equal_steps"), entries(found, "equal_seconds")
+    assert [one.values for one in steps.values()] == [{0: 2.5}, {0: 2.4}]  # 20 is the last step both have
+    assert [one.values for one in seconds.values()] == [{0: 2.2}, {0: 2.9}]  # by second 3
+    assert [one.early for one in steps.values()] == [False, True]
+    assert [one.early for one in seconds.values()] == [False, True]
+    text = str(found)
+    assert "after step 20" in text
+    assert "within 3.0 s" in text
+    assert "Not yet at their final sparsity at this point: score=variance (40.00% of 60.00%)" in text
+    assert "hardware" not in text
+
+
+def test_what_cannot_be_compared_at_a_moment_is_said(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", [(10, 1.0, 3.0, 0.5)])
+    make_run(tmp_path / "b", [(20, 2.0, 3.0, 0.5)], score="variance", hardware="another")
+    found = compared(tmp_path)
+    assert entries(found, "equal_steps") == {}
+    text = str(found)
+    assert "There is no step at which every run was evaluated." in text
+    assert f"Left out, as not evaluated by then: {tmp_path / 'b'}." in text
+    assert "not on the same hardware (another; one core)" in text
+    assert render(found).startswith("<!doctype html>")
+
+
+def test_one_seed_prints_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_sweep(tmp_path, {"magnitude": [2.0], "variance": [1.0]})
+    code, out, _ = command(capsys, tmp_path)
+    assert code == 0
+    (row,) = [line for line in out.splitlines() if line.startswith("score=variance")][:1]
+    assert "[" not in row
+    assert "cannot be told" in row
+    assert "-1.0000" in row
+    assert "fewer than two common seeds" in out
+
+
+def test_perplexities_are_compared_on_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = command(capsys, make_sweep(tmp_path, LOSSES))[1]
+    (row,) = [line for line in out.splitlines() if line.startswith("score=variance")][:1]
+    assert f"{math.exp(numpy.mean(LOSSES['variance'])):.5g}" in row
+    assert f"{math.exp(numpy.mean(LOSSES['variance']) - numpy.mean(LOSSES['magnitude'])):.4f} [" in row
+    assert out.count("Perplexities are compared on the log") == 3
+
+
+def test_a_ruined_run_is_said_and_no_number_is_made_of_it(tmp_path: Path) -> None:
+    found = compared(make_sweep(tmp_path, {"magnitude": [2.0, 2.1], "variance": [math.nan, 2.0]}))
+    entry = entries(found)["score=variance"]
+    assert entry.verdict == "cannot be told"
+    assert "not a finite number: score=variance" in str(found)
+    assert json.loads(found.to_json())["tables"][0]["entries"][1]["values"]["0"] is None
+    assert "<svg" in render(found)
+
+
+def test_the_json_holds_every_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_sweep(tmp_path / "runs", LOSSES)
+    file = tmp_path / "numbers.json"
+    assert command(capsys, tmp_path / "runs", "--json", file)[0] == 0
+    plain = json.loads(file.read_text())
+    assert plain == json.loads(compared(tmp_path / "runs").to_json())
+    values = {
+        entry["label"]: {int(seed): value for seed, value in entry["values"].items()}
+        for entry in plain["tables"][0]["entries"]
+    }
+    assert values == {f"score={name}": dict(enumerate(several)) for name, several in LOSSES.items()}
+    again = difference(values["score=variance"], values["score=magnitude"])
+    kept = {entry["label"]: entry for entry in plain["tables"][0]["entries"]}["score=variance"]
+    assert again == Difference(**{**kept["difference"], "interval": tuple(kept["difference"]["interval"])})
+    assert kept["ratio"]["mean"] == ratio(again).mean
+    assert len(plain["runs"]) == 9
+    assert plain["runs"][0]["summary"]["commit"] == "abc"
+
+
+def test_the_page_holds_all_it_needs_and_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for sparsity in (0.5, 0.9):
+        make_sweep(tmp_path / "runs" / str(sparsity), LOSSES, sparsity=sparsity, data="<b>&")
+    page = tmp_path / "compare.html"
+    code, out, _ = command(capsys, tmp_path / "runs", "--out", page)
+    assert code == 0
+    assert f"Page: {page}" in out
+    text = page.read_text()
+    collector = Collector()
+    collector.feed(text)
+    assert collector.fetched == []
+    assert "script" not in collector.tags
+    assert "url(" not in text.replace("url(#", "")
+    assert collector.tags.count("table") == 3
+    assert collector.tags.count("figure") == collector.tags.count("svg") == 5
+    assert "data=&lt;b&gt;&amp;" in text
+    open_page(page, tmp_path)
+
+
+def test_pictures_show_what_the_runs_say(tmp_path: Path) -> None:
+    for sparsity in (0.9, 0.5):
+        make_sweep(tmp_path / str(sparsity), LOSSES, sparsity=sparsity)
+    rows = compared(tmp_path).rows
+    lines = lines_of(rows)
+    assert list(lines) == ["score=magnitude", "score=random", "score=variance"]
+    assert all(len(members) == 2 for members in lines.values())
+    assert layer_means(rows[0]) == {f"layers.{n}.weight": 0.25 * (n + 1) for n in range(3)}
+
+
+def test_a_page_goes_where_a_folder_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = command(capsys, tmp_path, "--out", "/no/such/folder/compare.html")
+    assert code == 2
+    assert "There is no folder /no/such/folder" in err
+
+
+@pytest.mark.parametrize(("missing", "what"), [("scipy", "A confidence interval"), ("matplotlib", "The page")])
+def test_it_says_what_it_needs(tmp_path: Path, missing: str, what: str) -> None:
+    make_sweep(tmp_path / "runs", LOSSES)
+    words = ["compare", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")]
+    done = run_blocked(f"from secateur.cli import main; sys.exit(main({words!r}))", [missing])
+    assert done.returncode == 2
+    assert done.stderr.strip() == f"secateur: {what} needs {missing}: pip install 'secateur[lab]'."

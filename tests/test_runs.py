@@ -1,0 +1,134 @@
+"""Run folders: found, read, put in rows of like runs; unlike ones are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secateur.errors import ComparisonError
+from secateur.lab.fairness import check_fair, differing
+from secateur.lab.rows import baselines
+from secateur.lab.runs import read_runs
+from tests.run_folders import LOSSES, command, compared, entries, make_run, make_sweep
+
+
+def test_runs_that_differ_in_their_seed_make_a_row(tmp_path: Path) -> None:
+    found = compared(make_sweep(tmp_path, LOSSES))
+    assert found.axes == ("score",)
+    assert {row.label: [run.seed for run in row.runs] for row in found.rows} == {
+        "score=magnitude": [0, 1, 2],
+        "score=random": [0, 1, 2],
+        "score=variance": [0, 1, 2],
+    }
+    assert found.shared["lr"] == "0.0003"
+    assert "score" not in found.shared
+    assert "seed" not in found.shared
+    assert compared(tmp_path, ["score", "lr"]).rows[0].label == "score=magnitude, lr=0.0003"
+
+
+def test_the_baseline_is_the_row_that_is_named(tmp_path: Path) -> None:
+    make_sweep(tmp_path, LOSSES)
+    found = entries(compared(tmp_path, None, "score=variance"))
+    assert [found[f"score={name}"].verdict for name in LOSSES] == ["worse", "baseline", "cannot be told"]
+    for wrong, message in (
+        ("score=fisher", "No row is score=fisher. The rows are: score=mag"),
+        ("variance", "names a row"),
+    ):
+        with pytest.raises(ComparisonError, match=message):
+            compared(tmp_path, None, wrong)
+
+
+def test_a_baseline_that_names_several_rows_means_the_one_like_it(tmp_path: Path) -> None:
+    for sparsity in (0.5, 0.9):
+        make_sweep(tmp_path / str(sparsity), LOSSES, sparsity=sparsity)
+    make_run(tmp_path / "dense", [(30, 1.0, 1.5, 0.0)], score=None, sparsity=0)
+    rows = compared(tmp_path).rows
+    chosen = {
+        row.label: base and base.label for row, base in zip(rows, baselines(rows, "score=magnitude"), strict=True)
+    }
+    assert chosen["score=random, sparsity=0.9"] == "score=magnitude, sparsity=0.9"
+    assert chosen["score=random, sparsity=0.5"] == "score=magnitude, sparsity=0.5"
+    assert chosen["score=none, sparsity=0"] is None
+    assert {base.label for base in baselines(rows, "score=none") if base} == {"score=none, sparsity=0"}
+    assert entries(compared(tmp_path, None, "score=magnitude"))["score=none, sparsity=0"].verdict == "no baseline"
+
+
+def test_unfair_tables_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_sweep(tmp_path, {"magnitude": [2.0]})
+    make_run(tmp_path / "other", [(30, 1.0, 1.5, 0.5)], score="variance", lr=1e-3, batch=8)
+    code, out, err = command(capsys, tmp_path, "--by", "score")
+    assert (code, out) == (2, "")
+    assert err == (
+        "secateur: These runs differ in more than score: lr (0.0003, 0.001); batch (not set, 8). What is meant to"
+        " differ is named so: --by score,lr,batch. Otherwise leave out the runs that do not belong.\n"
+    )
+    assert command(capsys, tmp_path, "--by", "score,lr,batch")[0] == 0
+    assert command(capsys, tmp_path)[0] == 0
+
+
+def test_fairness_by_itself() -> None:
+    one, other = {"lr": 1, "seed": 0, "out": "a"}, {"lr": 1.0, "seed": 1, "out": "b"}
+    check_fair([one, other], [])
+    assert differing([one, {**other, "lr": 2}]) == {"lr": ["1", "2"]}
+    with pytest.raises(ComparisonError, match="differ in more than the seed: lr"):
+        check_fair([one, {**other, "lr": 2}], [])
+    with pytest.raises(ComparisonError, match="No run has a setting 'lrr'. Did you mean 'lr'"):
+        check_fair([one], ["lrr"])
+    with pytest.raises(ComparisonError, match="cannot differ by seed"):
+        check_fair([one, other], ["seed"])
+
+
+def test_a_seed_counts_once(tmp_path: Path) -> None:
+    for name in "ab":
+        make_run(tmp_path / name, [(30, 1.0, 1.5, 0.5)])
+    with pytest.raises(ComparisonError, match="a and .*b have the same settings and the same seed 0"):
+        compared(tmp_path)
+    assert len(read_runs([tmp_path / "a", tmp_path / "a"])[0]) == 1  # named twice, read once
+
+
+def test_different_measures_are_refused(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", [(30, 1.0, 1.5, 0.5)])
+    make_run(tmp_path / "b", [(30, 1.0, 0.5, 0.5)], quality_name="accuracy", seed=1)
+    with pytest.raises(ComparisonError, match="perplexity .*; accuracy"):
+        compared(tmp_path)
+
+
+def test_unfinished_runs_are_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_sweep(tmp_path, LOSSES)
+    folder = make_run(tmp_path / "stopped", [(10, 1.0, 9.0, 0.5)], finished=False, lr=1, seed=9)
+    code, out, err = command(capsys, tmp_path)
+    assert code == 0
+    assert err == f"secateur: {folder} is not finished (no summary.json) and is left out\n"
+    assert "lr=0.0003" in out  # of the finished ones
+    code, _, err = command(capsys, folder)
+    assert code == 2
+    assert "nothing to compare" in err
+
+
+def test_folders_that_hold_no_run_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ComparisonError, match="There is no run in"):
+        read_runs([tmp_path])
+    with pytest.raises(ComparisonError, match="There is no folder"):
+        read_runs([tmp_path / "none"])
+    folder = make_run(tmp_path / "a", [(30, 1.0, 1.5, 0.5)])
+    (folder / "checkpoint").mkdir()
+    (folder / "checkpoint" / "config.json").write_text("{}")  # a saved model's own
+    assert [run.folder for run in read_runs([tmp_path])[0]] == [folder]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3')
+    with pytest.raises(ComparisonError, match="metrics.jsonl, line 3: not JSON"):
+        read_runs([tmp_path])
+
+
+def test_after_a_resumed_run_the_later_line_counts(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", [(10, 1.0, 3.0, 0.1), (20, 2.0, 9.0, 0.2), (20, 2.5, 2.0, 0.3)])
+    (run,), _ = read_runs([tmp_path])
+    assert [(one.step, one.held_out_loss) for one in run.evaluations] == [(10, 3.0), (20, 2.0)]
+    assert run.sparsity == ((10, 0.1), (20, 0.3))
+
+
+def test_a_run_without_a_seed_is_told(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", [(30, 1.0, 1.5, 0.5)], seed=None)
+    with pytest.raises(ComparisonError, match="config.json names no whole seed"):
+        read_runs([tmp_path])

@@ -1,0 +1,76 @@
+"""What seeds can tell, against scipy's paired t-test."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from secateur.lab.statistics import Difference, difference, percent, ratio, spread, verdict
+
+VALUES = st.lists(st.tuples(*[st.floats(-10, 10, allow_subnormal=False)] * 2), min_size=2, max_size=8)
+
+
+@given(VALUES)
+def test_differences_are_those_of_the_paired_t_test(pairs: list[tuple[float, float]]) -> None:
+    values, base = (dict(enumerate(column)) for column in zip(*pairs, strict=True))
+    found = difference(values, base)
+    assert found is not None
+    assert found.interval is not None
+    apart = numpy.subtract(list(values.values()), list(base.values()))
+    assert math.isclose(found.mean, apart.mean(), abs_tol=1e-12)
+    if apart.std() > 1e-9 * max(1, abs(apart.mean())):  # scipy gives NaN or warns where all differences are equal
+        expected = stats.ttest_rel(list(values.values()), list(base.values())).confidence_interval(0.95)
+        assert numpy.allclose(found.interval, expected, rtol=1e-9, atol=1e-9)
+        if min(abs(expected.low), abs(expected.high)) > 1e-9:  # nearer to zero, rounding decides
+            assert (verdict(found, True) == "cannot be told") == (expected.low < 0 < expected.high)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))
+def test_spread_is_mean_and_deviation(values: list[float]) -> None:
+    found = spread(values)
+    assert math.isclose(found.mean, numpy.mean(values), abs_tol=1e-12)
+    assert found.deviation is not None
+    assert math.isclose(found.deviation, numpy.std(values, ddof=1), abs_tol=1e-9)
+    assert found.count == len(values)
+
+
+def test_verdicts_follow_the_interval_and_the_direction() -> None:
+    for low, high, if_higher, if_lower in (
+        (0.1, 0.2, "better", "worse"),
+        (-0.2, -0.1, "worse", "better"),
+        (-0.1, 0.2, "cannot be told", "cannot be told"),
+        (0.0, 0.2, "cannot be told", "cannot be told"),
+    ):
+        found = Difference((low + high) / 2, (low, high), 3, 1.0)
+        assert verdict(found, True) == if_higher
+        assert verdict(found, False) == if_lower
+    assert verdict(Difference(5.0, None, 1, 1.0), True) == verdict(None, True) == "cannot be told"
+
+
+def test_only_common_seeds_are_paired() -> None:
+    found = difference({1: 3.0, 2: 5.0, 3: 100.0}, {0: -100.0, 1: 1.0, 2: 2.0})
+    assert found is not None
+    assert (found.mean, found.pairs, found.base) == (2.5, 2, 1.5)
+    assert difference({1: 1.0}, {2: 1.0}) is None
+
+
+def test_equal_differences_leave_no_doubt_and_infinite_ones_no_interval() -> None:
+    same = difference({0: 2.0, 1: 3.0}, {0: 1.0, 1: 2.0})
+    assert same == Difference(1.0, (1.0, 1.0), 2, 1.5)
+    ruined = difference({0: math.inf, 1: 3.0}, {0: 1.0, 1: 2.0})
+    assert ruined is not None
+    assert ruined.interval is None
+
+
+def test_scales() -> None:
+    found = Difference(math.log(2), (0.0, math.log(4)), 3, 5.0)
+    assert ratio(found).mean == pytest.approx(2)
+    assert ratio(found).interval == pytest.approx((1, 4))
+    assert percent(found, logarithmic=True).interval == pytest.approx((0, 300))
+    assert percent(Difference(-0.1, (-0.2, 0.0), 3, 0.5), logarithmic=False).interval == pytest.approx((-40, 0))
+    assert ratio(Difference(1e9, None, 1, 1.0)).mean == math.inf
