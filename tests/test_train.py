@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -53,6 +54,10 @@ def test_lenet_on_digits_at_70_percent(tmp_path: Path, capsys: pytest.CaptureFix
     assert summary["pruned"] == round(0.7 * summary["prunable"])
     assert summary["seconds"] < 120
     assert "accuracy 0.9" in capsys.readouterr().out
+    page = (tmp_path / "run" / "report.html").read_text()
+    for title in ("Loss", "Sparsity by layer", "Where a step goes", "The gradient of one weight"):
+        assert f"<h2>{title}</h2>" in page
+    assert not re.search(r'(src|href)="http', page)  # nothing is fetched from anywhere
     assert main(["train", recipe, "--out", str(tmp_path / "run"), "--cpu"]) == 0
     assert "is finished already" in capsys.readouterr().err
 

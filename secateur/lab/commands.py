@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from secateur.bench.measuring import positive
 from secateur.errors import SecateurError
 from secateur.lab.experiment import BUDGETS, OPTIMIZERS, Experiment, read_experiment
+from secateur.lab.files import write
+from secateur.optional import library
 from secateur.settings import parse
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -66,7 +68,7 @@ def run_train(options: argparse.Namespace) -> int:
     from secateur.lab.dry import dry_run
     from secateur.lab.runfolder import RunFolder
     from secateur.lab.running import run
-    from secateur.lab.trainer import Execution, Trainer
+    from secateur.lab.trainer import EXTRA, Execution, Trainer
 
     experiment = read_experiment(options.recipe, changes_of(options))
     if options.dry_run:
@@ -83,6 +85,9 @@ def run_train(options: argparse.Namespace) -> int:
     trainer = Trainer(experiment, execution)
     summary = run(trainer, folder, Teller())
     if trainer.accelerator.is_main_process:
+        library("matplotlib", "The page of a run", EXTRA)
+        page = importlib.import_module("secateur.lab.runpage").render(path, name_of(experiment), summary)
+        write(path / "report.html", page)
         print(told(experiment, summary, path))
     return 0
 
@@ -131,8 +136,3 @@ class Teller:
         line = f"step {progress.step}/{steps}, loss {loss:.3f}, {trainer.sparsity:.1%} gone, {left:.0f} s left"
         end = "\n" if progress.step == steps or not sys.stderr.isatty() else ""
         print(f"\r{line:79}" if sys.stderr.isatty() else line, end=end, file=sys.stderr, flush=True)
-
-
-def settings_of(experiment: Experiment) -> dict[str, Any]:
-    """All settings of an experiment by name."""
-    return asdict(experiment)
