@@ -75,7 +75,7 @@ def lots(masks: Masks, step: int) -> Masks:
     drawn, first = {}, 0
     for name, mask in masks.items():
         index = torch.arange(first, first + mask.numel())
-        drawn[name] = mixed(index + 0x9E3779B97F4A7C * -step % 2**63) >> 8
+        drawn[name] = mixed(index - 0x9E3779B97F4A7C * step) >> 8
         first += mask.numel()
     return drawn
 
