@@ -45,6 +45,15 @@ def from_bits(bits: Tensor, numel: int) -> Tensor:
     return unpack(bits.view(1, -1), (1, 8 * bits.numel())).view(-1)[:numel]
 
 
+def inverted(mask: Tensor, numel: int) -> Tensor:
+    """What a flat mask of so many weights removes, stored as the mask is. Bits past the end stay unset."""
+    flipped = ~mask
+    if mask.dtype != torch.bool and numel % 32:
+        spare = torch.arange(32, device=mask.device) < numel % 32
+        flipped[-4:] &= to_bits(spare)
+    return flipped
+
+
 def as_bool(mask: Tensor, shape: Sequence[int]) -> Tensor:
     """A mask in this shape, whether it is bool already or flat bits."""
     return (mask if mask.dtype == torch.bool else from_bits(mask, math.prod(shape))).view(tuple(shape))

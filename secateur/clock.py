@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from secateur.errors import ScheduleError
+
 
 class Clock:
     """Counts an optimizer's steps. Updates fall due every so many, and where the schedule ends."""
 
     def __init__(self, every: int, end: int | None) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ScheduleError(f"every is a number of optimizer steps, at least 1; got {every!r}.")
         self.every, self.end = every, end
         self.taken = self.seen = self.settled = 0  # the last: steps by which no update is owed
 

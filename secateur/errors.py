@@ -21,6 +21,10 @@ class ScheduleError(SecateurError):
     """A sparsity outside [0, 1), a ramp that ends before it begins, an update period below one."""
 
 
+class RegrowthError(SecateurError):
+    """A kind of regrowth that does not exist, does not go with a pattern, or has no end."""
+
+
 class SiteError(SecateurError):
     """Nothing to prune, or a name pattern that matches nothing."""
 

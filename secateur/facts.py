@@ -50,6 +50,10 @@ class Facts:
             if isinstance(t, Tensor) and t.ndim and t.shape == shape and t.is_floating_point()
         }
 
+    def kept_of(self, site: Site) -> list[Tensor]:
+        """The facts kept on purpose about this site."""
+        return [tensors[site.name] for tensors in self.kept.values()]
+
     def has_state(self, site: Site) -> bool:
         """Whether the optimizer keeps anything for this site; it does once the site has had a gradient."""
         return bool(self._optimizer.state.get(site.parameter))

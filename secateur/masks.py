@@ -9,7 +9,6 @@ from torch import Tensor
 
 from secateur import kernels
 from secateur.bits import as_bool, to_bits
-from secateur.errors import StateError
 from secateur.pieces import mixed
 
 PART = 1 << 22  # weights masked at a time
@@ -63,6 +62,10 @@ class Held:
         counts = kernels.population(self.masks) if kept is None else kept
         self.dead = [shape.numel() - count for shape, count in zip(self.shapes, counts, strict=True)]
 
+    def returning(self, masks: Sequence[Tensor]) -> list[int]:
+        """How many weights that are gone would come back with each of these flat masks."""
+        return kernels.population([mask & ~mine.view(-1) for mine, mask in zip(self.masks, masks, strict=True)])
+
 
 def _all_kept(weight: Tensor, packed: bool) -> Tensor:
     whole = torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
@@ -94,20 +97,3 @@ def checksum(masks: Sequence[Tensor]) -> int:
             total += int(mixed(positions)[~part].sum())
             first += part.numel()
     return total % (1 << 62)
-
-
-def check_saved(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Refuse a saved state that differs from the expected one in names, kinds or shapes."""
-    missing, extra = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
-    if missing or extra:
-        raise StateError(
-            f"The saved state is of another model or score: {len(missing)} entries missing ({', '.join(missing[:3])}),"
-            f" {len(extra)} not expected ({', '.join(extra[:3])})."
-        )
-    for name, tensor in expected.items():
-        found = state[name]
-        if not isinstance(found, Tensor) or (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
-            what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise StateError(f"Saved {name!r} is {what}; this model needs {tensor.dtype} {tuple(tensor.shape)}.")
-        if name.startswith("shape.") and not torch.equal(found.cpu(), tensor):
-            raise StateError(f"Saved {name!r} is {found.tolist()}; in this model it is {tensor.tolist()}.")

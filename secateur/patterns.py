@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,24 +46,56 @@ def choose(
         return rank(targets, [most] * len(targets), pattern, peers, packed)
     if pattern is not None:
         return _choose_blocks(targets, sparsity, scope, pattern, allocation, peers, packed)
+    return fulfil(targets, quota_for(targets, sparsity, scope, allocation, peers), peers, packed)
+
+
+@dataclass(frozen=True)
+class Quota:
+    """How many are to be gone of those that compete: of all together, of each tensor, or of each row of each tensor."""
+
+    scope: str
+    sizes: list[int]  # how many compete with one another
+    gone: list[int]  # how many of them are to be gone, those that are already included
+
+
+def quota_for(
+    targets: Sequence[Target], sparsity: float, scope: str, allocation: str | None, peers: Peers = ALONE
+) -> Quota:
+    """What this sparsity means within the scope, or as the allocation deals it out."""
     pieces = [target.piece for target in targets]
-    dead = [piece.numel - piece.living() if piece.counted(peers) else 0 for piece in pieces]
-    gone = peers.totals(dead)
+    totals = [piece.total for piece in pieces]
+    counts = None
     if allocation is not None:
-        counts = allocations.allocate(allocation, pieces, [t.fan for t in targets], gone, sparsity, peers)
-    else:
-        counts = [round(sparsity * piece.total) for piece in pieces]
+        fans = [target.fan for target in targets]
+        counts = allocations.allocate(allocation, pieces, fans, _gone(pieces, peers), sparsity, peers)
     if scope == "row":
-        fractions = [k / max(1, p.total) if allocation else sparsity for k, p in zip(counts, pieces, strict=True)]
-        rows = [round(f * t.tiling(None).size) for f, t in zip(fractions, targets, strict=True)]
-        return rank(targets, rows, None, peers, packed)
-    if scope == "layer" or allocation is not None:
-        more = [count - dead for count, dead in zip(counts, gone, strict=True)]
-        cuts, masks, kept = prune_groups([[piece] for piece in pieces], more, peers, packed)
-        return Selection(masks, cuts, kept)
-    count = round(sparsity * sum(p.total for p in pieces)) - sum(gone)
-    cuts, masks, kept = prune_groups([pieces], [count], peers, packed)
-    return Selection(masks, cuts * len(masks), kept)
+        sizes = [target.tiling(None).size for target in targets]
+        shares = [sparsity] * len(sizes)
+        if counts is not None:
+            shares = [count / max(1, total) for count, total in zip(counts, totals, strict=True)]
+        return Quota("row", sizes, [round(share * size) for share, size in zip(shares, sizes, strict=True)])
+    if counts is not None:
+        return Quota("layer", totals, counts)
+    sizes = totals if scope == "layer" else [sum(totals)]
+    return Quota(scope, sizes, [round(sparsity * size) for size in sizes])
+
+
+def fulfil(targets: Sequence[Target], quota: Quota, peers: Peers = ALONE, packed: bool = False) -> Selection:
+    """Among those that compete, the weights of lowest score go until the quota is met; the dead count as gone."""
+    if quota.scope == "row":
+        return rank(targets, quota.gone, None, peers, packed)
+    pieces = [target.piece for target in targets]
+    groups, gone = [[piece] for piece in pieces], _gone(pieces, peers)
+    if quota.scope == "model":
+        groups, gone = [pieces], [sum(gone)]
+    more = [wanted - already for wanted, already in zip(quota.gone, gone, strict=True)]
+    cuts, masks, kept = prune_groups(groups, more, peers, packed)
+    return Selection(masks, cuts * len(masks) if quota.scope == "model" else cuts, kept)
+
+
+def _gone(pieces: Sequence[Piece], peers: Peers) -> list[int]:
+    """How many weights of each piece do not compete, over all peers."""
+    return peers.totals([piece.numel - piece.living() if piece.counted(peers) else 0 for piece in pieces])
 
 
 def _choose_blocks(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,20 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from secateur import kernels
-from secateur.bits import pack, packed_bytes, to_bits, unpack
+from secateur.bits import packed_bytes
 from secateur.clock import Clock
-from secateur.errors import ScheduleError, SiteError, StateError
-from secateur.facts import Facts, was_skipped
-from secateur.masks import Held, check_saved, checksum
+from secateur.errors import SiteError, StateError
+from secateur.facts import Facts
+from secateur.listening import listen
+from secateur.masks import Held, checksum
 from secateur.optim import AdamW
-from secateur.patterns import check_choice, choose
+from secateur.patterns import check_choice, choose, quota_for
 from secateur.pieces import Piece
 from secateur.registry import Score, resolve
+from secateur.regrowth import check_gradients, exchange, regrowth_for
 from secateur.report import Report, TensorRow, Update
+from secateur.saving import check_saved, masks_in, restore_facts, state_of
 from secateur.schedules import Schedule, as_schedule, check_sparsity
-from secateur.shards import check_replicas, check_tile, is_sharded, like, local, part_of, peers_of, unwrap
+from secateur.shards import check_replicas, check_tile, is_sharded, like, local, peers_of, unwrap
 from secateur.sites import VECTOR, Globs, LeftOut, find_sites
-from secateur.targets import Target
+from secateur.targets import Selection, Target
 from secateur.tiles import parse_pattern, tile_of
 
 
@@ -38,6 +40,10 @@ class Pruner:
     `score` is a name, a name with options ("variance(q=0.375)") or a function registered with `@secateur.score`.
     `sparsity` is a number or a schedule; None lets an n:m `pattern` decide. `scope`, `pattern` and `allocation` are
     those of docs/selection.md. `skip` and `only` are globs of parameter or module names.
+
+    `regrow` lets weights come back: "gradient" (RigL) those of largest gradient, "random" (SET) any. At every update up
+    to step `until` (by default where the schedule ends) a share of the living gives way to as many of the gone. It
+    begins as `drop` and falls to zero along half a cosine. With "gradient", call `step()` before clearing gradients.
     """
 
     def __init__(
@@ -53,9 +59,10 @@ class Pruner:
         allocation: str | None = None,
         skip: Globs = (),
         only: Globs | None = None,
+        regrow: str | None = None,
+        drop: float = 0.3,
+        until: int | None = None,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ScheduleError(f"every is a number of optimizer steps, at least 1; got {every!r}.")
         self.score = resolve(score)
         self.every, self.scope, self._pattern = every, scope, parse_pattern(pattern)
         if allocation is None and self._pattern is None and scope == "model":
@@ -64,13 +71,14 @@ class Pruner:
         final = getattr(sparsity, "target", None if self._pattern else 0.0) if callable(sparsity) else sparsity
         final = check_choice(final, scope, self._pattern, allocation)
         self.schedule = as_schedule(final if sparsity is None else sparsity)
+        self.regrowth = regrowth_for(regrow, drop, until, self.schedule, self._pattern)
         self.updates: list[Update] = []
         self._model, self._optimizer = model, optimizer
         self._clock = Clock(every, getattr(self.schedule, "end", None))
         self._reads_moments = any(need.startswith("exp_avg") for need in self.score.needs)
         self._asked = 0.0
         self._survey(skip, only)
-        self._listen()
+        listen(optimizer, self._clock, self._facts)
 
     def _survey(self, skip: Globs, only: Globs | None) -> None:
         """Find the sites, refuse what cannot work, and make the masks and whatever else must be kept."""
@@ -94,25 +102,6 @@ class Pruner:
         self._churn = [0] * len(self._sites)
         self._cuts: list[float | None] = [None] * len(self._sites)
 
-    def _listen(self) -> None:
-        """Count the optimizer's own steps: a GradScaler may skip one without anybody being told."""
-        this = weakref.ref(self)
-
-        def before(optimizer: torch.optim.Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if (pruner := this()) is not None and not was_skipped(optimizer):
-                # Hooks are handed step's own arguments, the optimizer itself among them.
-                closure = next((value for value in (*given, *named.values()) if callable(value)), None)
-                pruner._facts.accumulate_movement(closure)
-
-        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (pruner := this()) is not None and not was_skipped(optimizer):
-                pruner._clock.taken += 1
-                pruner._facts.stepped = True
-
-        self._optimizer.register_step_post_hook(after)
-        if "movement_sum" in self._facts.kept:
-            self._optimizer.register_step_pre_hook(before)
-
     def attach(self) -> Any:
         """Run `step()` by itself after every optimizer step. Returns a handle whose `remove()` ends that."""
         return self._optimizer.register_step_post_hook(lambda *_: self.step())
@@ -124,6 +113,7 @@ class Pruner:
         """
         if self._clock.seen == 0 and self._clock.taken:
             self._facts.check()  # a score that cannot work here says so at the first step, not at the first update
+            check_gradients(self.regrowth, self._sites, self._peers, zeros_count=True)
         if not self._clock.behind():
             return
         cold = self._reads_moments and getattr(self._optimizer, "cold", False)
@@ -133,26 +123,38 @@ class Pruner:
 
     @torch.no_grad()
     def _update(self, step: int) -> bool:
-        """Bring the masks to what the schedule asks, and say if they changed. Nothing pruned comes back, so no more
-        asked is nothing to do."""
-        asked = check_sparsity(self.schedule(step))
-        if asked <= self._asked:
+        """Bring the masks to what the schedule asks, and say if they changed. Unless weights come back, no more asked
+        is nothing to do."""
+        asked = max(check_sparsity(self.schedule(step)), self._asked)
+        share = self.regrowth.share(step) if self.regrowth is not None and asked > 0 else 0.0
+        if asked == self._asked and share == 0:
             return False
         began, sent = time.perf_counter(), self._peers.bytes_sent
-        targets = self._targets()
-        chosen = choose(
-            targets, asked, scope=self.scope, pattern=self._pattern, allocation=self.allocation, peers=self._peers,
-            packed=self._held.packed,
-        )  # fmt: skip
+        if share > 0:
+            self.apply()  # the optimizer has just moved what is gone; a weight comes back at zero, its moments too
+        chosen = self._choose(step, asked)
+        grown = self._over_all(self._held.returning(chosen.masks)) if share > 0 else [0] * len(self._sites)
         self._hold(chosen.masks, chosen.kept)
-        before, self._gone = self._gone, self._count_gone()
-        self._churn = [now - then for now, then in zip(self._gone, before, strict=True)]  # nothing comes back
+        before, self._gone = self._gone, self._over_all(self._held.dead)
+        moved = zip(self._gone, before, grown, strict=True)
+        self._churn = [now - then + 2 * back for now, then, back in moved]  # one more has gone for each that came back
         self._cuts = [None if cut is None else cut.value for cut in chosen.cuts]
         self._asked = asked
         check_replicas(self._model, lambda: checksum([self._held.bools(number) for number in range(len(self._sites))]))
         seconds, sent = time.perf_counter() - began, self._peers.bytes_sent - sent
-        self.updates.append(Update(step, asked, sum(self._gone), sum(self._churn), seconds, sent))
+        self.updates.append(Update(step, asked, sum(self._gone), sum(self._churn), seconds, sent, sum(grown)))
         return True
+
+    def _choose(self, step: int, asked: float) -> Selection:
+        """Masks at the asked sparsity; while weights may come back, some have."""
+        targets, peers, packed = self._targets(), self._peers, self._held.packed
+        if self.regrowth is not None and self.regrowth.share(step) > 0:
+            quota = quota_for(targets, asked, self.scope, self.allocation, peers)
+            return exchange(self.regrowth, step, self._sites, targets, quota, peers, packed)
+        return choose(
+            targets, asked, scope=self.scope, pattern=self._pattern, allocation=self.allocation, peers=peers,
+            packed=packed,
+        )  # fmt: skip
 
     def _hold(self, masks: Sequence[Tensor], kept: Sequence[int] | None = None) -> None:
         """Take these masks, and give them to an optimizer that knows what to do with them."""
@@ -163,10 +165,10 @@ class Pruner:
     def _by_parameter(self) -> dict[Tensor, Tensor]:
         return {site.parameter: mask for site, mask in zip(self._sites, self._held.masks, strict=True)}
 
-    def _count_gone(self) -> list[int]:
-        """What the masks remove from each site, over all processes; a tensor every process holds counts once."""
+    def _over_all(self, here: Sequence[int]) -> list[int]:
+        """A count for each site, over all processes; a tensor every process holds counts once."""
         counted = [self._peers.rank == 0 or is_sharded(site.parameter) for site in self._sites]
-        return self._peers.totals([dead * mine for dead, mine in zip(self._held.dead, counted, strict=True)])
+        return self._peers.totals([count * mine for count, mine in zip(here, counted, strict=True)])
 
     def _targets(self) -> list[Target]:
         held = zip(self._sites, self._held.masks, self._held.dead, strict=True)
@@ -177,11 +179,13 @@ class Pruner:
         return [target.piece for target in self._targets()]
 
     def apply(self) -> None:
-        """Zero what the masks say is gone: weights, and everything the optimizer keeps in their shape."""
+        """Zero what the masks say is gone: weights, everything the optimizer keeps in their shape, and, since a weight
+        that comes back starts anew, what is kept of it for the score."""
         tensors, masks = [], []
         for site, mask, dead in zip(self._sites, self._held.masks, self._held.dead, strict=True):
             if dead:
                 members = [local(site.parameter.detach()), *self._facts.state(site).values()]
+                members += [] if self.regrowth is None else self._facts.kept_of(site)
                 tensors += members
                 masks += [mask] * len(members)
         kernels.zero(tensors, masks)
@@ -222,6 +226,7 @@ class Pruner:
             mask_bytes=self._held.nbytes,
             packed_mask_bytes=sum(packed_bytes(shape) for shape in self._held.shapes),
             fact_bytes=sum(tensor.nbytes for tensors in self._facts.kept.values() for tensor in tensors.values()),
+            regrow=None if self.regrowth is None else str(self.regrowth),
         )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -229,34 +234,17 @@ class Pruner:
 
         Masks are packed to bits. For sharded parameters the entries are DTensors, sharded alike.
         """
-        state = {
-            "steps": torch.tensor(self._clock.saved(), device="cpu"),
-            "asked": torch.tensor(self._asked, dtype=torch.float64, device="cpu"),
-        }
-        for number, site in enumerate(self._sites):
-            state[f"mask.{site.name}"] = like(pack(self._held.bools(number)), site.parameter)
-            state[f"shape.{site.name}"] = torch.tensor(site.parameter.shape, device="cpu")
-            for fact, tensors in self._facts.kept.items():
-                state[f"{fact}.{site.name}"] = like(
-                    tensors[site.name].clone(memory_format=torch.contiguous_format), site.parameter
-                )
-        return state
+        return state_of(self._clock, self._asked, self._sites, self._held, self._facts)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up where a saved Pruner of this model stopped, at any world size. Nothing changes if it does not fit."""
-        expected = self.state_dict()
-        check_saved(expected, state)
-        masks = []
-        for site, shape, device in zip(self._sites, self._held.shapes, self._held.devices, strict=True):
-            mask = unpack(part_of(state[f"mask.{site.name}"], site.parameter).to(device), shape).view(-1)
-            masks.append(to_bits(mask) if self._held.packed else mask)
-            for fact, tensors in self._facts.kept.items():
-                tensors[site.name].copy_(part_of(state[f"{fact}.{site.name}"], site.parameter))
-        self._hold(masks)
+        check_saved(self.state_dict(), state)
+        restore_facts(state, self._sites, self._facts)
+        self._hold(masks_in(state, self._sites, self._held))
         self._clock.restore(local(state["steps"]).tolist())
         self._asked = float(local(state["asked"]))
-        self._gone = self._count_gone()
+        self._gone = self._over_all(self._held.dead)
         self._churn, self._cuts, self.updates = [0] * len(self._sites), [None] * len(self._sites), []
         self._facts.stepped = self._clock.taken > 0
         self.apply()

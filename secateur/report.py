@@ -23,6 +23,7 @@ class Update:
     churn: int  # weights whose mask changed
     seconds: float
     bytes_sent: int  # by this process
+    grown: int = 0  # weights that had been gone and came back
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Report:
     mask_bytes: int
     packed_mask_bytes: int
     fact_bytes: int  # copies a score needs beyond the optimizer's state
+    regrow: str | None = None
 
     @property
     def prunable(self) -> int:
@@ -122,8 +124,9 @@ class Report:
         return "\n".join((*self._summary(), "", table, "", *self._notes()))
 
     def _summary(self) -> list[str]:
+        options = {"pattern": self.pattern, "allocation": self.allocation, "regrow": self.regrow}
         how = f"score {self.score}, scope {self.scope}" + "".join(
-            f", {word} {value}" for word, value in (("pattern", self.pattern), ("allocation", self.allocation)) if value
+            f", {word} {value}" for word, value in options.items() if value
         )
         lines = [
             f"Step {self.step}: asked {self.asked:.4%}, achieved {self.sparsity:.4%} of prunable weights"
@@ -132,10 +135,11 @@ class Report:
         ]
         if self.updates:
             last = self.updates[-1]
+            came_back = f" ({last.grown:,} came back)" if last.grown else ""
             mean = sum(update.seconds for update in self.updates) / len(self.updates)
             lines.append(
                 f"{len(self.updates)} updates, {mean * 1e3:.1f} ms each on average; the last, at step {last.step},"
-                f" changed {last.churn:,} weights and sent {last.bytes_sent:,} bytes."
+                f" changed {last.churn:,} weights{came_back} and sent {last.bytes_sent:,} bytes."
             )
         memory = f"Masks take {self.mask_bytes:,} bytes here, {self.packed_mask_bytes:,} when saved"
         lines.append(memory + (f"; the score keeps {self.fact_bytes:,} more." if self.fact_bytes else "."))

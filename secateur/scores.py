@@ -148,4 +148,5 @@ def wanda(weight: Tensor, input_norm: Tensor) -> Tensor:
 @score
 def random(index: Tensor, seed: int = 0) -> Tensor:
     """A hash of the weight's position in the model: uniform in [0, 1), the same on every device and world size"""
-    return (mixed(index + 0x9E3779B97F4A7C * (seed + 1)) >> 8).to(torch.float32) * 2.0**-24
+    offset = (0x9E3779B97F4A7C * (seed + 1) + 2**63) % 2**64 - 2**63  # torch takes no number past an int64
+    return (mixed(index + offset) >> 8).to(torch.float32) * 2.0**-24

@@ -33,6 +33,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "movement": {"score": "movement"},
     "2:4": {"score": "fisher", "pattern": "2:4", "sparsity": None},
     "large": {"score": "bitter3"},
+    "regrow": {"score": "magnitude", "regrow": "gradient"},
+    "regrow-layer": {"score": "bitter7", "scope": "layer", "regrow": "gradient", "until": 16},
+    "regrow-random": {"score": "magnitude", "regrow": "random", "until": 16},
 }
 
 
