@@ -200,12 +200,13 @@ def test_the_extended_budget_is_the_seeds() -> None:
     [
         ({"optimizer": "adamm"}, "Did you mean 'adam"),
         ({"model": "gpt3"}, "No model 'gpt3'. Did you mean 'gpt2'?"),
-        ({"sparsity": 0.5}, "Name a score"),
+        ({"sparsity": 0.5}, "do nothing without a score"),
         ({"score": "variance"}, "needs a sparsity above 0"),
         ({"score": "varianc", "sparsity": 0.5}, "varianc"),
         ({"begin": 0.7}, "Pruning begins and ends"),
         ({"spam": "paper"}, "spam goes with adamwspam"),
         ({"steps": 0}, "steps must be at least 1"),
+        ({"regrow": "gradient"}, "do nothing without a score"),
         ({"learning_rate": 1e-3}, "no setting 'learning_rate'"),
     ],
 )

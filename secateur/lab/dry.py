@@ -20,7 +20,7 @@ from secateur.lab.zoo import is_language_model
 
 PICTURES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}  # channels, pixels, classes
 PICTURE = (1, 28, 10)
-BYTES, WORDS = 256, 50304  # vocabularies of text read by bytes and by GPT-2's tokens
+BYTES = 256  # tokens there are: a large vocabulary would take most of the time and show nothing
 SMALL = {
     "steps": 2,
     "batch": 2,
@@ -55,9 +55,8 @@ def made_up(experiment: Experiment, context: int) -> Tokens | Images:
     draw = torch.Generator().manual_seed(0)
     source = experiment.data.partition(":")[0]
     if is_language_model(experiment.model):
-        vocabulary = BYTES if source in ("python", "text") else WORDS
         tokens = torch.randint(0, BYTES, (8 * (context + 1),), generator=draw, dtype=torch.int32)
-        return Tokens(tokens, tokens, vocabulary, "made up")
+        return Tokens(tokens, tokens, BYTES, "made up")
     channels, size, classes = PICTURES.get(source, PICTURE)
     inputs = torch.randint(0, 256, (4, channels, size, size), generator=draw, dtype=torch.uint8)
     targets = torch.randint(0, classes, (4,), generator=draw)

@@ -14,6 +14,7 @@ from torch import nn
 from secateur import optim
 from secateur.errors import SecateurError
 from secateur.lab.zoo import is_language_model, parameter_groups
+from secateur.pruner import Pruner
 from secateur.registry import resolve
 from secateur.schedules import Schedule, check_sparsity, constant, cubic, late_cubic, linear
 from secateur.settings import from_mapping, nearest, read_toml
@@ -57,6 +58,9 @@ class Experiment:
     pattern: str | None = None
     allocation: str | None = None
     skip: tuple[str, ...] = ()
+    regrow: str | None = None  # "gradient" (RigL) or "random" (SET): weights come back as others go
+    drop: float = 0.3  # share of the living weights exchanged at first
+    until: float = 0.75  # of the steps; then none come back
     precision: str = "fp32"
     compile: bool = False
     evaluate_every: int = 100
@@ -64,24 +68,29 @@ class Experiment:
     budget: str = "normal"
 
     def __post_init__(self) -> None:
-        for name, known in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("precision", PRECISIONS)):
+        words = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS, "budget": BUDGETS}
+        for name, known in words.items():
             _check_word(name, getattr(self, name), known)
-        _check_word("budget", self.budget, BUDGETS)
         is_language_model(self.model)
         for name in ("steps", "batch", "context", "every", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise SecateurError(f"{name} must be at least 1; got {getattr(self, name)}.")
+        if self.spam and self.optimizer not in ("adamwspam", "adamwprune"):
+            raise SecateurError(f"spam goes with adamwspam or adamwprune, not with {self.optimizer}.")
+        self._check_pruning()
+
+    def _check_pruning(self) -> None:
         check_sparsity(self.sparsity)
-        if self.score is None and (self.sparsity or self.pattern):
-            raise SecateurError("A sparsity or pattern without a score prunes nothing. Name a score, such as variance.")
+        if self.score is None and (self.sparsity or self.pattern or self.regrow):
+            raise SecateurError("sparsity, pattern and regrow do nothing without a score. Name one, such as variance.")
         if self.score is not None:
             resolve(self.score)
             if not self.sparsity and self.pattern is None:
                 raise SecateurError(f"score {self.score!r} needs a sparsity above 0, or a pattern.")
+        if not 0 < self.until <= 1:
+            raise SecateurError(f"Weights come back until a share of the steps in (0, 1]; got {self.until}.")
         if not 0 <= self.begin < self.end <= 1:
             raise SecateurError(f"Pruning begins and ends at shares of the steps; got {self.begin} and {self.end}.")
-        if self.spam and self.optimizer not in ("adamwspam", "adamwprune"):
-            raise SecateurError(f"spam goes with adamwspam or adamwprune, not with {self.optimizer}.")
 
     @property
     def steps_taken(self) -> int:
@@ -104,6 +113,18 @@ class Experiment:
             return constant(self.sparsity)
         begin = round(self.begin * self.steps)
         return RAMPS[self.schedule](self.sparsity, begin=begin, end=max(begin + 1, round(self.end * self.steps)))
+
+    def build_pruner(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pruner | None:
+        """The pruner, unless the run is dense."""
+        if self.score is None:
+            return None
+        back: dict[str, Any] = {}
+        if self.regrow is not None:
+            back = {"regrow": self.regrow, "drop": self.drop, "until": max(1, round(self.until * self.steps))}
+        return Pruner(
+            model, optimizer, score=self.score, sparsity=self.ramp(), every=self.every, scope=self.scope,
+            pattern=self.pattern, allocation=self.allocation, skip=self.skip, **back,
+        )  # fmt: skip
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer by its name."""

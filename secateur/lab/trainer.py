@@ -21,7 +21,6 @@ from secateur.lab.looking import OneWeight, Stopwatch
 from secateur.lab.runfolder import CHECKPOINT, RunFolder
 from secateur.lab.zoo import image_model, is_language_model, language_model, loss_of, seeded
 from secateur.optional import library
-from secateur.pruner import Pruner
 
 EXTRA = '"secateur[lab]"'
 
@@ -74,7 +73,7 @@ class Trainer:
         optimizer = experiment.build_optimizer(model)
         model = torch.compile(model) if experiment.compile else model  # type: ignore[assignment]
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.pruner = self._build_pruner()
+        self.pruner = experiment.build_pruner(self.model, self.optimizer.optimizer)
         kept = [self.progress, *([self.pruner] if self.pruner else [])]
         self.accelerator.register_for_checkpointing(*kept)
         world = self.accelerator.num_processes
@@ -84,15 +83,6 @@ class Trainer:
         self.micro = execution.micro_batch or fitting(self)
         self.stopwatch = Stopwatch(self.accelerator.device)
         self.one_weight = OneWeight(self.accelerator.unwrap_model(self.model), experiment.seed)
-
-    def _build_pruner(self) -> Pruner | None:
-        wanted = self.experiment
-        if wanted.score is None:
-            return None
-        return Pruner(
-            self.model, self.optimizer.optimizer, score=wanted.score, sparsity=wanted.ramp(), every=wanted.every,
-            scope=wanted.scope, pattern=wanted.pattern, allocation=wanted.allocation, skip=wanted.skip,
-        )  # fmt: skip
 
     def micro_batches(self, step: int) -> Iterator[Any]:
         """This process's share of a step's batch, in parts that fit."""
