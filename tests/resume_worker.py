@@ -1,4 +1,6 @@
-"""A training run that can be killed at any moment: `python -m tests.resume_worker FOLDER STEPS SCORE`.
+"""A training run that can be killed at any moment: `python -m tests.resume_worker FOLDER STEPS SCORE [LAST]`.
+
+Two steps past LAST it waits to be killed: on a busy machine the signal may come late.
 
 A checkpoint is written after every step, to a temporary name that is then renamed. Nothing in it is pickled.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -18,6 +21,7 @@ from tests.conftest import Block
 
 def main() -> None:
     folder, steps, score = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    last = int(sys.argv[4]) if sys.argv[4:] else steps
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = Block()
@@ -44,6 +48,8 @@ def main() -> None:
         torch.save(state, folder / "checkpoint.tmp")
         os.replace(folder / "checkpoint.tmp", saved)
         print(step, flush=True)
+        if step == last + 2:
+            time.sleep(60)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ def run(folder: Path, score: str, kill_after: int | None = None) -> None:
     """Run the worker; when told, SIGKILL it as soon as it reports that step, in the midst of whatever it does next."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "tests.resume_worker", str(folder), str(STEPS), score]
+    command += [] if kill_after is None else [str(kill_after)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         for line in worker.stdout:
