@@ -77,6 +77,15 @@ def test_a_base_may_be_a_recipe(tmp_path: Path) -> None:
     assert (experiment.steps, experiment.batch, experiment.seed) == (7, 4, 5)
 
 
+def test_every_grid_in_the_recipes_is_one() -> None:
+    grids = sorted((ROOT / "recipes" / "sweeps").glob("*.toml"))
+    assert grids
+    for path in grids:
+        axes, cells = cells_of(path)
+        assert "score" in axes
+        assert len(cells) > 10
+
+
 def test_killed_and_continued(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Killed as soon as one cell is done; then the other is done too, and the first is not done again."""
     assert main(["sweep", str(grid), "--out", str(tmp_path / "whole"), "--cpu"]) == 0
