@@ -32,6 +32,7 @@ from secateur.tiles import parse_pattern
 
 # Context and windows that calibrate and evaluate, unless told: what takes minutes on such a device.
 SIZES = {"cuda": (1024, 128, 256), "cpu": (256, 16, 16)}
+BATCH = {"cuda": 8, "cpu": 1}  # a GPU waits for Python where batches are small
 HARNESS = "lm-eval:"
 
 
@@ -44,7 +45,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=positive, help="tokens in a window")
     parser.add_argument("--calibration", type=positive, metavar="N", help="windows that calibrate")
     parser.add_argument("--evaluation", type=positive, metavar="N", help="windows that evaluate")
-    parser.add_argument("--batch", type=positive, default=1, help="windows at a time (1)")
+    parser.add_argument("--batch", type=positive, help="windows at a time (8 on a GPU, 1 on a CPU)")
     parser.add_argument("--memory", help="limit of GPU memory, such as 24GB (what is free)")
     parser.add_argument("--skip", nargs="+", default=[], metavar="GLOB", help="parameters or modules to leave dense")
     parser.add_argument("--only", nargs="+", metavar="GLOB", help="prune these alone")
@@ -120,6 +121,7 @@ def _run(options: argparse.Namespace, work: Callable[[Any, list[Tensor]], Outcom
         raise SecateurError(f"--eval {options.eval} is not known. Write {HARNESS}TASK or {HARNESS}TASK,TASK.")
     tasks = options.eval.removeprefix(HARNESS).split(",") if options.eval else []
     device = _device(options)
+    options.batch = options.batch or BATCH[torch.device(device).type]
     folder = options.out or Path(f"pruned-{Path(options.model).name}")
     if folder.exists() and not folder.is_dir():
         raise SecateurError(f"--out {folder} is a file; the pruned model needs a folder.")
