@@ -5,10 +5,9 @@ Whoever works block by block carries the hidden states along and never runs the 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ from torch import Tensor, nn
 
 from secateur.calibration import Batch, device_of, quiet, to_device
 from secateur.sites import Site
+
+SAME = 0.02  # by how much, of their norm, states may differ that were computed in another order, in bf16 at worst
 
 Forward = Callable[[nn.Module, Batch], Any]
 
@@ -28,6 +29,7 @@ class Chain:
     states: list[Tensor]
     others: list[list[tuple[tuple[Any, ...], dict[str, Any]]]]  # of every batch, of every block
     cast: torch.dtype | None = None  # the type that autocast was on with, if it was
+    _tried: dict[int, bool] = field(default_factory=dict, repr=False)  # whether batches like this one may be merged
 
     def run(self, number: int, batch: int, block: nn.Module | None = None, state: Tensor | None = None) -> Tensor:
         """What a block makes of its state; or another block in its place, or of another state. Blocks may write into
@@ -50,12 +52,27 @@ class Chain:
             first = groups[-1][0] if groups else batch
             alike = state.shape[1:] == self.states[first].shape[1:] and state.dtype == self.states[first].dtype
             size = sum(self.states[b].nbytes for b in groups[-1]) + state.nbytes if groups else most + 1
-            if size <= most and alike and _same(self.others[first], self.others[batch]):
+            if size <= most and alike and self._agree(first, batch):
                 groups[-1].append(batch)
             else:
                 groups.append([batch])
         states = [torch.cat([self.states[b] for b in group]) for group in groups]
         return Chain(self.blocks, states, [self.others[group[0]] for group in groups], self.cast)
+
+    def _agree(self, one: int, other: int) -> bool:
+        """Whether two batches may go through blocks as one: they are called alike, and the first block, tried with both
+        together, gives what it gives to each. (Rows need not be what the first dimension counts.)"""
+        if not _same(self.others[one], self.others[other]):
+            return False
+        if one not in self._tried:
+            apart = torch.cat([self.run(0, one), self.run(0, other)])
+            try:
+                both = self.run(0, one, state=torch.cat([self.states[one], self.states[other]]))
+                off = float((both - apart).float().norm() / apart.float().norm().clamp(min=1e-30))
+            except (RuntimeError, IndexError, ValueError):  # something had a row for each member of the batch
+                off = float("inf")
+            self._tried[one] = off < SAME
+        return self._tried[one]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -99,6 +116,7 @@ def find_blocks(
     forward: Forward,
     sites: Sequence[Site],
     around: Callable[[Sequence[nn.Module]], AbstractContextManager[None]] = lambda _: nullcontext(),
+    device: torch.device | None = None,
 ) -> list[nn.Module]:
     """The list of modules that holds most of the sites and is passed through in order, or nothing. Each list is tried
     inside whatever is to be put `around` it."""
@@ -113,42 +131,48 @@ def find_blocks(
         if not weight_of(nn.ModuleList(blocks)):
             continue
         with around(blocks):
-            follow = _follow(model, blocks, batch, forward)
+            follow = _follow(model, blocks, to_device(batch, device or device_of(model)), forward)
         if follow:
             return blocks
     return []
 
 
 def _follow(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch, forward: Forward) -> bool:
-    """Whether each block is called once, in order, with what the one before it returned."""
-    calls: list[tuple[int, Any, Any]] = []
+    """Whether each block is called once, in order, with what the one before it returned, unchanged since."""
+    came: list[tuple[int, Any]] = []
+    went: list[Any] = []
 
-    def hook(number: int) -> Any:
-        def after(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-            calls.append((number, given[0] if given else None, output))
+    def entering(number: int) -> Any:
+        return lambda _, given: came.append((number, _marks(given[0] if given else None)))
 
-        return after
+    def leaving(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        went.append(_marks(output[0] if isinstance(output, tuple | list) and output else output))
 
-    handles = [block.register_forward_hook(hook(number)) for number, block in enumerate(blocks)]
+    handles = [block.register_forward_pre_hook(entering(number)) for number, block in enumerate(blocks)]
+    handles += [block.register_forward_hook(leaving) for block in blocks]
     try:
         with quiet(model), torch.no_grad():
-            forward(model, to_device(batch, device_of(model)))
+            forward(model, batch)
     finally:
         for handle in handles:
             handle.remove()
-    if [number for number, _, _ in calls] != list(range(len(blocks))):
+    if [number for number, _ in came] != list(range(len(blocks))) or came[0][1] is None:
         return False
-    passed = itertools.pairwise(calls)
-    return all(isinstance(given, Tensor) and _is(given, output) for (_, _, output), (_, given, _) in passed)
+    return all(mark is not None and mark == before for before, (_, mark) in zip(went, came[1:], strict=False))
 
 
-def _is(given: Tensor, output: Any) -> bool:
-    if isinstance(output, tuple | list):
-        output = output[0]
-    return isinstance(output, Tensor) and given.data_ptr() == output.data_ptr() and given.shape == output.shape
+def _marks(state: Any) -> tuple[Any, ...] | None:
+    """What tells a state from any other, and from itself once somebody has written into it."""
+    return (state.data_ptr(), state.shape, state._version) if isinstance(state, Tensor) else None
 
 
-def enter(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Batch], forward: Forward) -> Chain | None:
+def enter(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    batches: Sequence[Batch],
+    forward: Forward,
+    device: torch.device | None = None,
+) -> Chain | None:
     """The chain with every batch standing before its first block, by one forward pass for each; nothing if some batch
     does not pass all blocks in order."""
     chain = Chain(list(blocks), [], [])
@@ -170,7 +194,7 @@ def enter(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Batch
     try:
         with quiet(model), torch.no_grad():
             for batch in batches:
-                forward(model, to_device(batch, device_of(model)))
+                forward(model, to_device(batch, device or device_of(model)))
     finally:
         for handle in handles:
             handle.remove()

@@ -75,10 +75,16 @@ def in_bf16(loss: Loss) -> Loss:
     what one batch tells of all text."""
 
     def measured(model: nn.Module, batch: Batch) -> Tensor:
-        with torch.autocast(device_of(model).type, torch.bfloat16):
+        with torch.autocast(kind_of_device(model, batch), torch.bfloat16):
             return loss(model, batch)
 
     return measured
+
+
+def kind_of_device(model: nn.Module, batch: Batch) -> str:
+    """Where a batch is, which is where it will be computed, wherever the model lives."""
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
+    return next((part.device for part in parts if isinstance(part, Tensor)), device_of(model)).type
 
 
 @contextmanager

@@ -54,6 +54,8 @@ class Ferry:
         inside = [{id(t) for t in (*block.parameters(), *block.buffers())} for block in blocks]
         if sum(map(len, inside)) > len(set().union(*inside)):
             raise ModelError("Blocks of this model share parameters, so they cannot be streamed one after another.")
+        if any(id(t) in block for t in _parameters_outside(model, blocks) for block in inside):
+            raise ModelError("A block shares a parameter with what lies outside of it, so it cannot be streamed.")
         whole = {id(t): t for t in (*model.parameters(), *model.buffers())}
         self._outside = [t for key, t in whole.items() if not any(key in block for block in inside)]
         self._deliver: Deliver | None = None
@@ -89,6 +91,16 @@ class Ferry:
         return forward
 
 
+def _parameters_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Parameters that are met without going through a block."""
+    inner, waiting = {id(block) for block in blocks}, [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in inner:
+            yield from module.parameters(recurse=False)
+            waiting += module.children()
+
+
 @contextmanager
 def landed(tensors: Sequence[Tensor], device: torch.device) -> Iterator[None]:
     """Inside, these are on the device; afterwards where they were, with what has become of them."""
@@ -110,7 +122,7 @@ def ferry_for(model: nn.Module, batch: Batch, loss: Loss, sites: Sequence[Site],
     def around(blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
         return Ferry(model, blocks, device).crossing()
 
-    blocks = find_blocks(model, batch, loss, sites, around)
+    blocks = find_blocks(model, batch, loss, sites, around, device)
     if not blocks:
         raise ModelError("No blocks follow one another in this model, so it cannot be streamed: move it to the device.")
     return Ferry(model, blocks, device)

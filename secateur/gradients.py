@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.calibration import Batch, Loss, device_of, quiet, standard_loss, to_device
+from secateur.calibration import Batch, Loss, device_of, halved, quiet, standard_loss, to_device
 from secateur.errors import FactError
 from secateur.ferry import Ferry
 from secateur.shelf import Shelf, empty_on_host
@@ -87,16 +87,17 @@ class Gradients:
 
 def _zeros(parameter: Tensor, dtype: torch.dtype, stays: bool) -> Tensor:
     if stays:
-        return torch.zeros_like(parameter, dtype=dtype)
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
     return empty_on_host(parameter.shape, dtype, torch.cuda.is_available()).zero_()
 
 
 def rounded_by_chance(values: Tensor, draw: torch.Generator) -> Tensor:
     """fp32 numbers that are exact in bf16: either neighbour, the nearer one likelier. Overwrites what it is given."""
+    nan = values.isnan()  # whose bits may not overflow into those of a number
     bits = values.view(torch.int32)
     bits += torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=draw)
     bits &= -(1 << 16)
-    return values
+    return values.masked_fill_(nan, torch.nan)
 
 
 def gather_gradients(
@@ -109,15 +110,18 @@ def gather_gradients(
     dtype: torch.dtype = torch.float32,
     room: int | None = None,
     ferry: Ferry | None = None,
+    rounded: bool = False,
     watch: AbstractContextManager[Any] | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Mapping[str, dict[str, Tensor]]:
-    """Facts of each site by name, from one backward pass for every batch; `watch` stands around the forward passes."""
-    device = device_of(model)
+    """Facts of each site by name, from one backward pass for every batch; `watch` stands around the forward passes.
+    With `rounded`, of a model whose fp32 parameters are rounded to bf16 meanwhile."""
+    device = device_of(model) if ferry is None else ferry.device
+    torch.clear_autocast_cache()  # where autocast is on outside, it would go on with casts of what weights once were
     trained, gathering = [site.parameter for site in sites], Gradients(sites, wanted, len(batches), dtype, room)
     before: Tensor | None = None
     crossing = nullcontext() if ferry is None else ferry.delivering(gathering.fold)
-    with quiet(model, trained), torch.enable_grad(), gathering, crossing:
+    with quiet(model, trained), torch.enable_grad(), gathering, crossing, halved(model) if rounded else nullcontext():
         for batch in batches:
             with watch or nullcontext():
                 value = loss(model, to_device(batch, device))

@@ -63,7 +63,18 @@ class Inputs(TorchFunctionMode):
 
     def watch(self, sites: Sequence[Site]) -> None:
         """Watch these from now on."""
-        self._sites = {site.parameter.untyped_storage().data_ptr(): site for site in sites}
+        self._watched = list(sites)
+        self._find()
+
+    def _find(self) -> None:
+        """Weights are known by where they lie in memory; several may share a storage."""
+        self._sites: dict[int, list[Site]] = {}
+        for site in self._watched:
+            self._sites.setdefault(site.parameter.untyped_storage().data_ptr(), []).append(site)
+
+    def __enter__(self) -> Any:
+        self._find()  # they may have moved since
+        return super().__enter__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -83,7 +94,9 @@ class Inputs(TorchFunctionMode):
         if not isinstance(weight, Tensor):
             return None
         weight = getattr(weight, "stands_for", weight)  # a copy that a ferry has made
-        return self._sites.get(weight.untyped_storage().data_ptr())
+        candidates = self._sites.get(weight.untyped_storage().data_ptr(), ())
+        begins = ((site, weight.storage_offset() - site.parameter.storage_offset()) for site in candidates)
+        return next((site for site, begin in begins if 0 <= begin < site.parameter.numel()), None)
 
     def see(self, inputs: Tensor, weight: Any) -> None:
         """A product, perhaps with a site's weight, or with one or several of its experts."""
@@ -192,10 +205,11 @@ def gather_inputs(
     watch: Inputs,
     *,
     forward: Callable[[nn.Module, Batch], Any],
+    device: torch.device | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> None:
     """One forward pass for every batch, watched."""
-    device = device_of(model)
+    device = device or device_of(model)
     with quiet(model), torch.no_grad(), watch:
         for batch in batches:
             forward(model, to_device(batch, device))

@@ -77,7 +77,8 @@ def sparsegpt(subject: Subject, sparsity: float, pattern: Pattern | None) -> lis
         for mine, mask, product in views:
             factor, damping = inverse_factor(product)
             dampings.append(damping)
-            found, chosen = sweep(mine.float(), factor, choose, COLUMNS if pattern is None else pattern.inputs)
+            alive = None if bool(mask.all()) else mask.to(mine.device)
+            found, chosen = sweep(mine.float(), factor, choose, COLUMNS if pattern is None else pattern.inputs, alive)
             mine.copy_(found)
             mask.copy_(chosen)
         site.parameter.detach().copy_(mended)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.blocks import find_blocks
-from secateur.calibration import Batch, Loss, device_of, draw, halved, in_bf16, quiet, standard_loss, to_device
+from secateur.calibration import Batch, Loss, device_of, draw, in_bf16, quiet, standard_loss, to_device
 from secateur.entries import Entries
 from secateur.errors import FactError, ShardError, SiteError
 from secateur.ferry import Ferry, ferry_for
@@ -69,6 +69,8 @@ class Observed:
         self.device = home if device is None else torch.device(device)
         named = self.device.index is not None  # "cuda" is whichever GPU the model is on
         self._streams = self.device.type != home.type or (named and self.device.index != home.index)
+        if self._streams and memory is not None:
+            raise FactError("memory limits a model that is on the device; a streamed one needs little. Leave one out.")
         self.stages = Stages(self.device, progress)
         whole = {site.parameter.dtype for site in self.sites} == {torch.float32}
         self.swift = swift and whole and loss is None and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
@@ -97,7 +99,7 @@ class Observed:
                 found[name] |= facts
         elif watch is not None:
             with self.crossing(), self.stages.stage("inputs", len(self.batches)) as tick:
-                gather_inputs(self.model, self.batches, watch, forward=self.loss, tick=tick)
+                gather_inputs(self.model, self.batches, watch, forward=self.loss, device=self.device, tick=tick)
         if watch is not None:
             check_seen(watch, self.sites)
             for site in self.sites:
@@ -112,12 +114,12 @@ class Observed:
         thrift = self.thrift(sites, len(wanted))
         again = made_again(self.blocks) if thrift.again else nullcontext()
         # Inputs are known by the memory of the weight they meet, so that must stay where it is while they are watched.
-        rounded = halved(self.model) if self.swift and watch is None and self.ferry is None else nullcontext()
+        rounded = self.swift and watch is None and self.ferry is None
         part = nullcontext() if len(sites) == len(self.sites) else self.entries.beginning(sites)
-        with self.stages.stage("gradients", len(self.batches)) as tick, self.crossing(), rounded, again, part:
+        with self.stages.stage("gradients", len(self.batches)) as tick, self.crossing(), again, part:
             return gather_gradients(
                 self.model, self.batches, sites, wanted, loss=self.loss, dtype=thrift.dtype, room=thrift.room,
-                ferry=self.ferry, watch=watch, tick=tick,
+                ferry=self.ferry, rounded=rounded, watch=watch, tick=tick,
             )  # fmt: skip
 
     def thrift(self, sites: Sequence[Site], statistics: int) -> Thrift:
@@ -133,7 +135,8 @@ class Observed:
                 aside=self.reserved,
             )  # fmt: skip
             if any(earlier.dtype != torch.float32 for earlier in self._thrift.values()):
-                found = replace(found, dtype=torch.bfloat16)  # what is compared must have been rounded alike
+                said = found.reason.replace("fp32 statistics", "bf16 statistics")
+                found = replace(found, dtype=torch.bfloat16, reason=said)  # what is compared must be rounded alike
             self._thrift[case] = found
             if found.reason:
                 self.notes["memory"] = found.reason
@@ -173,7 +176,7 @@ class Observed:
 def losses(model: nn.Module, batches: Sequence[Batch], loss: Loss, ferry: Ferry | None) -> list[float]:
     """The loss of every batch."""
     with nullcontext() if ferry is None else ferry.crossing(), quiet(model), torch.no_grad():
-        device = device_of(model)
+        device = device_of(model) if ferry is None else ferry.device
         return [float(loss(model, to_device(batch, device))) for batch in batches]
 
 

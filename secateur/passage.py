@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from secateur.blocks import Chain, enter
-from secateur.calibration import device_of, quiet, to_device
+from secateur.calibration import quiet, to_device
 from secateur.errors import FactError
 from secateur.ferry import landed
 from secateur.inputs import Inputs, product_of
@@ -54,7 +54,7 @@ class Paired(Inputs):
 
     def expect(self, dense: Mapping[str, Sequence[Tensor]]) -> None:
         """What the dense model had in the batch that comes now; once all of it was seen the pass may end."""
-        self._expected = {site.name: list(dense.get(site.name, ())) for site in self._sites.values()}
+        self._expected = {site.name: list(dense.get(site.name, ())) for site in self._watched}
         self._left = sum(map(len, self._expected.values()))
 
     def _add(self, site: Site, first: int, inputs: Tensor) -> None:
@@ -87,7 +87,7 @@ def parts(subject: Subject, dense: Mapping[str, Tensor] | None) -> Generator[Par
     """The blocks one after another, then whatever lies outside of them; with `dense`, each beside its dense twin."""
     model, sites, batches = subject.model, subject.sites, subject.batches
     with subject.crossing():
-        chain = enter(model, subject.blocks, batches, subject.loss) if subject.blocks else None
+        chain = enter(model, subject.blocks, batches, subject.loss, subject.device) if subject.blocks else None
     done: set[str] = set()
     if chain is not None:
         chain = chain.merged(MERGED.get(subject.device.type, 0))
@@ -100,10 +100,10 @@ def parts(subject: Subject, dense: Mapping[str, Tensor] | None) -> Generator[Par
                 yield _block(chain, number, mine, inside, states, dense)
     if rest := [site for site in sites if site.name not in done]:
         with subject.crossing():
-            device = device_of(model)
             yield Part(
-                rest, len(batches), lambda b: subject.loss(model, to_device(batches[b], device)), None, lambda: None
-            )
+                rest, len(batches), lambda b: subject.loss(model, to_device(batches[b], subject.device)), None,
+                lambda: None,
+            )  # fmt: skip
 
 
 def _block(
@@ -140,10 +140,11 @@ def in_order(subject: Subject, name: str, work: Work, dense: Mapping[str, Tensor
     with stage as tick, torch.no_grad(), quiet(subject.model), work_through as stretches:
         for part in stretches:
             recordings = _record(part)
-            together = _together(recordings[0])
-            idle += [site for site in part.sites if site.name not in recordings[0]]
+            together = _together(recordings)
+            seen = {name for group in together for name in group}
+            together += [[site.name] for site in part.sites if site.name not in seen]  # by later batches, perhaps
             for groups in [[group] for group in together] if dense is not None else [together]:
-                _visit(part, groups, recordings, work)
+                idle += _visit(part, groups, recordings, work)
             part.done()
             tick()
     return idle
@@ -163,20 +164,25 @@ def _record(part: Part) -> list[Calls]:
     return found
 
 
-def _together(calls: Calls) -> list[list[str]]:
-    """Sites in the order in which they are called; those called once with the same inputs share one product."""
+def _together(recordings: Sequence[Calls]) -> list[list[str]]:
+    """Sites in the order in which they are called; those called once with the same inputs in every batch share one
+    product."""
     groups: list[list[str]] = []
-    for name, inputs in calls.items():
-        before = calls[groups[-1][0]] if groups else []
-        if len(inputs) == len(before) == 1 and torch.equal(inputs[0], before[0]):
+    for name in dict.fromkeys(name for calls in recordings for name in calls):
+        if groups and all(_alike(calls.get(name, []), calls.get(groups[-1][0], [])) for calls in recordings):
             groups[-1].append(name)
         else:
             groups.append([name])
     return groups
 
 
-def _visit(part: Part, groups: list[list[str]], recordings: list[Calls], work: Work) -> None:
-    """Gather the products of some groups in one pass over the batches, then do the work on all of their sites."""
+def _alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) <= 1 and all(map(torch.equal, one, other))
+
+
+def _visit(part: Part, groups: list[list[str]], recordings: list[Calls], work: Work) -> list[Site]:
+    """Gather the products of some groups in one pass over the batches, then do the work on all of their sites. Returns
+    those that nothing was multiplied with."""
     sites = {site.name: site for site in part.sites}
     watch = Paired([sites[group[0]] for group in groups])
     for batch in range(part.batches):
@@ -186,9 +192,11 @@ def _visit(part: Part, groups: list[list[str]], recordings: list[Calls], work: W
                 part.run(batch)
         except Enough:
             pass
-    for leader, *others in groups:
-        product, cross = watch.products[leader], None if leader in watch.apart else watch.crosses[leader]
+    idle = [sites[name] for group in groups if group[0] not in watch.products for name in group]
+    for leader, *others in (group for group in groups if group[0] in watch.products):
+        product, cross = watch.products[leader], None if leader in watch.apart else watch.crosses.get(leader)
         if not bool(product.isfinite().all()):
             raise FactError(f"The inputs of {leader!r} are not all finite: look for infinities or NaN in the batches.")
         for member in (leader, *others):
             work(sites[member], product, cross, watch.tokens[leader])
+    return idle

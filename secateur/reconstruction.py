@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from secateur.errors import FactError
-from secateur.pieces import keys_of, without_lowest
+from secateur.pieces import DEAD_KEY, keys_of, without_lowest
 
 COLUMNS = 128  # that a sweep finishes before it brings all to their right up to date
 DAMPING = 0.01  # of the mean of the diagonal, added to it
 ATTEMPTS = 6  # each with ten times the damping of the one before
 
-Choice = Callable[[Tensor, Tensor], Tensor]  # columns and the diagonal of the factor there, to a mask
+# Columns, the diagonal of the factor there, and which of their weights are alive (None: all) to a mask.
+Choice = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def damped(product: Tensor, damping: float = DAMPING) -> Tensor:
@@ -44,9 +45,11 @@ def inverse_factor(product: Tensor, damping: float = DAMPING) -> tuple[Tensor, f
     )
 
 
-def sweep(weight: Tensor, factor: Tensor, choose: Choice, span: int = COLUMNS) -> tuple[Tensor, Tensor]:
+def sweep(
+    weight: Tensor, factor: Tensor, choose: Choice, span: int = COLUMNS, alive: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The weight with some dropped and the others to their right made up for it; and the mask, which is chosen for
-    every `span` columns (a divisor of `COLUMNS`) once those to their left are done."""
+    every `span` columns (a divisor of `COLUMNS`) once those to their left are done. What is not `alive` stays gone."""
     weight, width = weight.clone(), weight.shape[1]
     kept = torch.ones_like(weight, dtype=torch.bool)
     for begin in range(0, width, COLUMNS):
@@ -56,7 +59,8 @@ def sweep(weight: Tensor, factor: Tensor, choose: Choice, span: int = COLUMNS) -
         for column in range(end - begin):
             if column % span == 0:
                 chosen = slice(column, column + span)
-                kept[:, begin:end][:, chosen] = choose(part[:, chosen], mine.diagonal()[chosen])
+                living = None if alive is None else alive[:, begin:end][:, chosen]
+                kept[:, begin:end][:, chosen] = choose(part[:, chosen], mine.diagonal()[chosen], living)
             dropped = part[:, column].masked_fill(kept[:, begin + column], 0)
             errors[:, column] = dropped / mine[column, column]
             part[:, column:] -= errors[:, column, None] * mine[column, None, column:]
@@ -68,13 +72,13 @@ def cheapest(sparsity: float) -> Choice:
     """A choice that drops this share of the weights, those whose loss costs least; in all exactly this share."""
     seen = gone = 0
 
-    def choose(part: Tensor, diagonal: Tensor) -> Tensor:
+    def choose(part: Tensor, diagonal: Tensor, alive: Tensor | None) -> Tensor:
         nonlocal seen, gone
         seen += part.numel()
-        count = round(sparsity * seen) - gone
-        gone += count
-        keys = keys_of((part / diagonal).square().reshape(1, -1))
-        return without_lowest(keys, count).view_as(part)
+        count = max(0, round(sparsity * seen) - gone)
+        mask = without_lowest(_costs(part, diagonal, alive).view(1, -1), count).view_as(part)
+        gone += count if alive is None else part.numel() - int(mask.sum())
+        return mask
 
     return choose
 
@@ -82,11 +86,16 @@ def cheapest(sparsity: float) -> Choice:
 def groups_of(kept: int, of: int) -> Choice:
     """A choice that keeps the `kept` dearest of every `of` neighbours (a span of so many columns)."""
 
-    def choose(part: Tensor, diagonal: Tensor) -> Tensor:
-        keys = keys_of((part / diagonal).square().reshape(-1, of))
-        return without_lowest(keys, of - kept).view_as(part)
+    def choose(part: Tensor, diagonal: Tensor, alive: Tensor | None) -> Tensor:
+        return without_lowest(_costs(part, diagonal, alive).view(-1, of), of - kept).view_as(part)
 
     return choose
+
+
+def _costs(part: Tensor, diagonal: Tensor, alive: Tensor | None) -> Tensor:
+    """What it costs to lose each weight, as keys; those that are gone already come before all others."""
+    keys = keys_of((part / diagonal).square().contiguous())
+    return keys if alive is None else keys.masked_fill_(~alive, DEAD_KEY)
 
 
 def solve(aim: Tensor, start: Tensor, mask: Tensor, product: Tensor, steps: int) -> Tensor:

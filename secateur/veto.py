@@ -62,6 +62,7 @@ class Probe:
         self.shrink, self.order, self.group = shrink, order, group
         self._facts: Facts | None = None
         subject.copies = 3 if order == "joint" else 1  # gradients before and after, and the candidates' values
+        self._before: list[Tensor] = []  # masks before a joint level
         self._old: dict[str, Tensor] = {}  # gradients that came with the facts, until they are used
 
     def facts(self, refresh: bool = False) -> Facts:
@@ -159,8 +160,9 @@ class Probe:
         subject.apply()
 
     def without(self, trial: Trial, tolerance: float) -> Tensor:
-        """The flat mask of a trial's site if this had been the tolerance and nothing had been gone before."""
-        return self._flat(~trial.going(tolerance))
+        """The flat mask of a trial's site if this had been the tolerance."""
+        before = as_bool(self._before[trial.number], trial.shape)
+        return self._flat(before & ~trial.going(tolerance))
 
     def wear(self, masks: Sequence[Tensor]) -> None:
         """Hold these masks (flat, as held), whatever was held before; weights of every site may have changed."""
@@ -174,6 +176,7 @@ class Probe:
         """One pass over all groups: whatever the veto lets go is gone; or, with `exactly`, as many as that asks for.
         Returns the trials of a joint probe."""
         trials: list[Trial] = []
+        self._before = [mask.clone() for mask in self.subject.held.masks] if self.order == "joint" else []
         candidates = self.candidates(sparsity, refresh)
         empty = 0
         for number, group in enumerate(self.groups()):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur import ferry
-from secateur.errors import ModelError
+from secateur.errors import FactError, ModelError
 from tests import tiny
 from tests.trained import Tower
 
@@ -109,3 +109,42 @@ def test_weights_come_from_the_file_and_the_file_stays(tmp_path: Path) -> None:
     sc.prune(model, IDS, device="cpu:0")
     assert model.model.layers[1].mlp.up_proj.weight.data_ptr() == address
     assert (tmp_path / "model.safetensors").read_bytes() == stored
+
+
+class Middle(nn.Module):
+    """Blocks registered first, and layers before and after them that are pruned too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.before, self.after = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.after(x)
+
+
+@pytest.mark.parametrize("settings", [{"score": "wanda"}, {"score": "variance", "reconstruct": True}])
+def test_layers_outside_of_the_blocks(settings: dict[str, Any]) -> None:
+    batches = [(torch.randn(32, 16), torch.randint(0, 4, (32,))) for _ in range(2)]
+    found = []
+    for device in (None, "cpu:0"):
+        torch.manual_seed(0)
+        model = Middle()
+        found.append(sc.prune(model, batches, device=device, only="*", **settings).masks)
+    assert all(torch.equal(found[1][name], mask) for name, mask in found[0].items())
+
+
+def test_a_limit_of_memory_is_not_for_streamed_models() -> None:
+    with pytest.raises(FactError, match="Leave one out"):
+        sc.prune(build("tower"), IDS, device="cpu:0", memory="1GB")
+
+
+def test_a_parameter_inside_and_outside() -> None:
+    model = build("tower")
+    model.lm_head.weight = nn.Parameter(torch.randn(17, 16))
+    model.blocks[0].extra = model.lm_head
+    with pytest.raises(ModelError, match="with what lies outside"):
+        ferry.Ferry(model, list(model.blocks), torch.device("cpu:0"))

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
+from secateur import passage
+from secateur.blocks import Chain, find_blocks
+from secateur.calibration import standard_loss
+from secateur.sites import find_sites
 from secateur.subject import Subject
+from tests import tiny
 from tests.trained import Tower, classifier
 
 IDS = torch.randint(1, 17, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -195,3 +200,101 @@ def test_a_tower_keeps_its_users_gradients() -> None:
     model.blocks[2].down.weight.grad = kept = torch.ones_like(model.blocks[2].down.weight)
     sc.prune(model, IDS, reconstruct="every", rounds=2)
     assert model.blocks[2].down.weight.grad is kept
+
+
+class TimeFirst(nn.Module):
+    """Blocks whose states have time first and the batch second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x.transpose(0, 1)).transpose(0, 1))
+
+
+@pytest.mark.parametrize("build", [TimeFirst, lambda: tiny.llama(hidden_size=16), lambda: tiny.gpt2(n_layer=2)])
+def test_batches_are_merged_only_where_that_changes_nothing(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    words = build is not TimeFirst
+    batches: Any = list(torch.randint(0, 90, (8, 12)).split(2))
+    batches = batches if words else [(torch.randn(2, 6, 16), torch.randn(2, 6, 16)) for _ in range(4)]
+    found = []
+    for most in (0, 256 << 20):
+        monkeypatch.setitem(passage.MERGED, "cpu", most)
+        torch.manual_seed(0)
+        model = build()
+        sc.prune(model, batches, score="magnitude", reconstruct=True)
+        found.append([p.detach().clone() for p in model.parameters()])
+    for apart, merged in zip(*found, strict=True):
+        torch.testing.assert_close(merged, apart, rtol=1e-2, atol=1e-4)
+
+
+def test_a_tensor_with_a_number_for_each_row_is_not_merged() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return x * scale[:, None]
+
+    scale = torch.tensor([1.0, 2.0])
+    chain = Chain([Scaled()], [torch.ones(2, 3)] * 2, [[((scale,), {})]] * 2)
+    assert len(chain.merged(1 << 20).states) == 2
+
+
+def test_a_state_that_somebody_writes_into_between_blocks_makes_no_chain() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+                x += 3.0
+            return x
+
+    model = Writing()
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    sites, _ = find_sites(model, only="*")
+    assert find_blocks(model, batch, standard_loss, sites) == []
+
+
+def test_a_layer_only_later_batches_use_is_repaired() -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) if x.mean() > 0 else self.b(x)
+
+    for method in (None, "sparsegpt"):
+        torch.manual_seed(3)
+        model = nn.Sequential(Router(), nn.Linear(8, 4))
+        batches = [(torch.randn(32, 8) + sign, torch.randint(0, 4, (32,))) for sign in (1, -1)]
+        settings: Any = {"method": method} if method else {"score": "magnitude", "reconstruct": True}
+        report = sc.prune(model, batches, sparsity=0.5, only="*", **settings)
+        assert not any("never used" in note for note in report.notes)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), Router(), nn.Linear(8, 4))
+    batches = [(torch.randn(4, 8), torch.randint(0, 4, (4,)))]
+    sc.prune(
+        model, batches, score="magnitude", sparsity=0.8, reconstruct=True, only="*"
+    )  # routed elsewhere once pruned
+
+
+def test_weights_that_share_one_storage() -> None:
+    found = []
+    for shared in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        if shared:
+            flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+            nn.utils.vector_to_parameters(flat, model.parameters())
+        torch.manual_seed(1)
+        batches = [(torch.randn(32, 8), torch.randint(0, 4, (32,))) for _ in range(2)]
+        sc.prune(model, batches, score="wanda", reconstruct=True, only="*")
+        found.append([p.detach().clone() for p in model.parameters()])
+    for apart, together in zip(*found, strict=True):
+        torch.testing.assert_close(together, apart)

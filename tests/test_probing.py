@@ -246,3 +246,12 @@ def test_levels_that_cannot_be() -> None:
     for settings, message in (({"start": 0.0}, "start"), ({"tune": "all"}, "tune is")):
         with pytest.raises(sc.SecateurError, match=message):
             sc.probe_until(model, batches, lambda _: 0.0, **settings)  # type: ignore[arg-type]
+
+
+def test_other_tolerances_know_what_was_gone_before() -> None:
+    model, batches = classifier()
+    with torch.no_grad():
+        model[2].weight[:, ::3] = 0
+    report = sc.probe(model, batches, tolerances=(0.0,), only="*")
+    row = next(name for name, _ in report.found if "tolerance 0, sparsity" in name)
+    assert row.endswith(f"{report.sparsity:.4f}")

@@ -10,8 +10,9 @@ from torch import nn
 
 import secateur as sc
 from secateur.blocks import find_blocks
-from secateur.calibration import standard_loss
+from secateur.calibration import in_bf16, standard_loss
 from secateur.sites import find_sites
+from secateur.subject import Subject
 from tests.trained import Tower, classifier, loss_of
 
 AFTER = [name for name in sc.scores() if name not in ("movement", "displacement")]
@@ -203,3 +204,34 @@ def test_the_report_renders() -> None:
     assert "Spent: gradients" in report.to_markdown()
     assert '"stages"' in report.to_json()
     assert "masks" not in report.to_json().replace("mask_bytes", "")
+
+
+def test_sparsegpt_revives_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 32), nn.Tanh(), nn.Linear(32, 4))
+    with torch.no_grad():
+        model[2].weight[:, 128:] = 0
+    batches = [(torch.randn(64, 8), torch.randint(0, 4, (64,)))]
+    report = sc.prune(model, batches, method="sparsegpt", sparsity=0.3, only="*")
+    assert not bool(model[2].weight[:, 128:].any())
+    assert report.updates[0].churn >= 0
+
+
+def test_gradients_that_were_there_survive_a_swift_sweep() -> None:
+    model, batches = classifier()
+    standard_loss(model, batches[0]).backward()
+    before = [p.grad for p in model.parameters()]
+    subject = Subject(model, batches)
+    subject.swift, subject.loss = True, in_bf16(standard_loss)
+    subject.gradients({"exp_avg"})
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), before, strict=True))
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in model.parameters())
+
+
+def test_autocast_outside_does_not_remember_old_weights() -> None:
+    found = []
+    for outside in (False, True):
+        model, batches = classifier()
+        with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+            found.append(sc.prune(model, batches, rounds=3, loss=None if outside else in_bf16(standard_loss)).masks)
+    assert all(torch.equal(found[1][name], mask) for name, mask in found[0].items())

@@ -47,7 +47,7 @@ def test_few_steps_are_much_better_than_none(layer: tuple[Tensor, Tensor]) -> No
         return float(((other - weight) @ inputs.T).square().sum())
 
     few = solve(weight @ product, weight, mask, product, steps=30)
-    swept = sweep(weight, inverse_factor(inputs.T @ inputs)[0], lambda part, _: mask[:, : part.shape[1]])[0]
+    swept = sweep(weight, inverse_factor(inputs.T @ inputs)[0], lambda part, _, alive: mask[:, : part.shape[1]])[0]
     assert error(few) < error(swept) < error(weight * mask)
 
 
@@ -71,7 +71,7 @@ def test_the_first_columns_of_a_sweep_by_hand() -> None:
     """Dropping one weight of two: the other takes over what the first did, as far as the inputs agree."""
     product = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
     factor, _ = inverse_factor(product, damping=1e-9)
-    found, _ = sweep(torch.tensor([[1.0, 5.0]]), factor, lambda part, _: torch.tensor([[False, True]]))
+    found, _ = sweep(torch.tensor([[1.0, 5.0]]), factor, lambda part, _, alive: torch.tensor([[False, True]]))
     assert torch.allclose(found, torch.tensor([[0.0, 5.5]]), atol=1e-4)
 
 

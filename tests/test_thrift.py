@@ -108,3 +108,18 @@ def test_memory_in_words() -> None:
     model = tower()
     sites, _ = find_sites(model)
     assert plan(model, IDS[:1], lambda m, b: m(b).sum(), sites, [], None) == Thrift()
+
+
+def test_channels_last_in_bf16_and_what_is_not_a_number() -> None:
+    layer = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    sites, _ = find_sites(layer, only="*")
+    batch = [torch.randn(2, 4, 8, 8)]
+    loss = lambda model, inputs: model(inputs).square().mean()  # noqa: E731
+    rough = gather_gradients(layer, batch, sites, {"exp_avg_sq"}, loss=loss, dtype=torch.bfloat16)["weight"][
+        "exp_avg_sq"
+    ]
+    exact = gather_gradients(layer, batch, sites, {"exp_avg_sq"}, loss=loss)["weight"]["exp_avg_sq"]
+    torch.testing.assert_close(rough.float(), exact, rtol=0.02, atol=0)
+    for bits in (0x7FFFFFFF, 0x7FC00000, -1):
+        values = torch.full((4,), bits, dtype=torch.int32).view(torch.float32)
+        assert bool(rounded_by_chance(values, torch.Generator()).isnan().all())

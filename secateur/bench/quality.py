@@ -126,9 +126,11 @@ def table(data: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]
     rows = [("dense", "-", "0.0000", f"{data['dense']:.2f}", "-", "-", "-")]
     for cell in data["cells"]:
         key = cell["asked"], cell["pattern"]
-        rival = next((c for c in data["cells"] if (c["asked"], c["pattern"]) == key and c["method"] == RIVAL), cell)
-        right = cell["exact"] and rival["exact"] and abs(cell["sparsity"] - rival["sparsity"]) < 2e-3
-        ratios = [times(cell[what] / rival[what], right, "-", digits=3) for what in ("perplexity", "seconds")]
+        rival = next((c for c in data["cells"] if (c["asked"], c["pattern"]) == key and c["method"] == RIVAL), None)
+        ratios = ["-", "-"]
+        if rival is not None:
+            right = cell["exact"] and rival["exact"] and abs(cell["sparsity"] - rival["sparsity"]) < 2e-3
+            ratios = [times(cell[what] / rival[what], right, "-", digits=3) for what in ("perplexity", "seconds")]
         asked = cell["pattern"] or f"{cell['asked']:g}"
         figures = f"{cell['perplexity']:.2f}", ratios[0], f"{cell['seconds']:.1f}", ratios[1]
         rows.append((cell["method"], asked, f"{cell['sparsity']:.4f}", *figures))
