@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from secateur.blocks import find_blocks
 from secateur.calibration import Batch, Loss, device_of, draw, in_bf16, quiet, standard_loss, to_device
 from secateur.entries import Entries
-from secateur.errors import FactError, ShardError, SiteError
+from secateur.errors import FactError, ShardError
 from secateur.ferry import Ferry, ferry_for
 from secateur.gradients import GRADIENT_FACTS, gather_gradients
 from secateur.inputs import Inputs, check_seen, gather_inputs
 from secateur.progress import Stages
 from secateur.registry import Score, resolve, scores
 from secateur.shards import is_sharded, unwrap
-from secateur.sites import VECTOR, Globs, Site, find_sites
+from secateur.sites import Globs, LeftOut, Site, find_sites, nothing_to_prune
 from secateur.thrift import Thrift, as_bytes, made_again, plan
 
 Facts = dict[str, dict[str, Any]]  # of every site, by name
@@ -51,17 +51,9 @@ class Observed:
         self.model, self.memory = unwrap(model), as_bytes(memory)
         self._thrift: dict[tuple[int, int, int], Thrift] = {}
         self.copies = 1  # of the statistics of a sweep that are to be there at once
-        flags = [(p, p.requires_grad) for p in self.model.parameters()]
-        try:
-            for parameter in self.model.parameters():  # what was frozen for training may be pruned all the same
-                parameter.requires_grad_(parameter.is_floating_point())
-            self.sites, self.left_out = find_sites(self.model, skip, only)
-        finally:
-            for parameter, flag in flags:
-                parameter.requires_grad_(flag)
+        self.sites, self.left_out = _every_site(self.model, skip, only)
         if not self.sites:
-            telling = [f"{item.name}: {item.reason}" for item in self.left_out if item.reason != VECTOR]
-            raise SiteError(f"Nothing to prune in {type(self.model).__name__}. {'; '.join(telling[:6])}")
+            raise nothing_to_prune(self.model, self.left_out)
         if sharded := [site.name for site in self.sites if is_sharded(site.parameter)]:
             raise ShardError(f"{sharded[0]!r} is sharded. Calibration works on whole models: gather it first.")
         self.batches, self.loss = draw(batches, limit), loss or standard_loss
@@ -171,6 +163,18 @@ class Observed:
         if self.ferry is not None:
             return list(self.ferry.blocks)
         return find_blocks(self.model, self.batches[0], self.loss, self.sites)
+
+
+def _every_site(model: nn.Module, skip: Globs, only: Globs | None) -> tuple[list[Site], list[LeftOut]]:
+    """Sites of a model, those that were frozen for training among them."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(parameter.is_floating_point())
+        return find_sites(model, skip, only)
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
 
 
 def losses(model: nn.Module, batches: Sequence[Batch], loss: Loss, ferry: Ferry | None) -> list[float]:

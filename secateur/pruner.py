@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from secateur import kernels
 from secateur.bits import packed_bytes
 from secateur.clock import Clock
-from secateur.errors import SiteError, StateError
+from secateur.errors import StateError
 from secateur.facts import Facts
 from secateur.listening import listen
 from secateur.masks import Held, checksum
@@ -25,7 +25,7 @@ from secateur.report import Report, TensorRow, Update
 from secateur.saving import check_saved, masks_in, restore_facts, state_of
 from secateur.schedules import Schedule, as_schedule, check_sparsity
 from secateur.shards import check_replicas, check_tile, is_sharded, like, local, peers_of, unwrap
-from secateur.sites import VECTOR, Globs, LeftOut, find_sites
+from secateur.sites import Globs, LeftOut, find_sites, nothing_to_prune
 from secateur.targets import Selection, Target
 from secateur.tiles import parse_pattern, tile_of
 
@@ -89,8 +89,7 @@ class Pruner:
         strangers = [site for site in found if site.name not in known]
         self._left_out = [*(LeftOut(s.name, s.parameter.numel(), "not in the optimizer") for s in strangers), *left_out]
         if not self._sites:
-            telling = [f"{item.name}: {item.reason}" for item in self._left_out if item.reason != VECTOR]
-            raise SiteError(f"Nothing to prune in {type(unwrap(self._model)).__name__}. {'; '.join(telling[:6])}")
+            raise nothing_to_prune(unwrap(self._model), self._left_out)
         self._peers = peers_of(site.parameter for site in self._sites)
         tiled = self.scope == "row" or self._pattern is not None
         for site in self._sites if tiled else ():

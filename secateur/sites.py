@@ -184,3 +184,9 @@ def _check_globs(names: Sequence[str], patterns: Iterable[str]) -> None:
     for glob in patterns if names else ():
         if not any(_matches(name, [glob]) for name in names):
             raise SiteError(f"No parameter or module matches {glob!r}. Names look like {names[0]!r} and {names[-1]!r}.")
+
+
+def nothing_to_prune(model: nn.Module, left_out: Sequence[LeftOut]) -> SiteError:
+    """The error for a model without sites, with the reasons that tell most."""
+    telling = [f"{item.name}: {item.reason}" for item in left_out if item.reason != VECTOR]
+    return SiteError(f"Nothing to prune in {type(model).__name__}. {'; '.join(telling[:6])}")

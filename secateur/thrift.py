@@ -106,10 +106,8 @@ def plan(
             break
     else:
         if left <= 0:
-            raise FactError(
-                f"{limit / 1e9:.1f} GB do not hold {used / 1e9:.1f} GB that are taken and what a batch needs,"
-                f" {(SHARE * limit - used - left) / 1e9:.1f} GB. Use smaller batches or more memory."
-            )
+            needed = f"{used / 1e9:.1f} GB that are taken and {(SHARE * limit - used - left) / 1e9:.1f} GB for a batch"
+            raise FactError(f"{limit / 1e9:.1f} GB do not hold {needed}. Use smaller batches or more memory.")
         found = Thrift(torch.bfloat16, int(left // each), again)
     return replace(found, reason=_reason(found, weights, limit, used, left))
 
