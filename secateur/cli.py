@@ -41,9 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
         return code
-    except SecateurError as error:
+    except (SecateurError, OSError) as error:
         print(f"secateur: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("secateur: interrupted", file=sys.stderr)
+        return 130
 
 
 def _add_benchmarks(parser: argparse.ArgumentParser) -> None:

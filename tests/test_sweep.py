@@ -77,6 +77,18 @@ def test_a_base_may_be_a_recipe(tmp_path: Path) -> None:
     assert (experiment.steps, experiment.batch, experiment.seed) == (7, 4, 5)
 
 
+def test_a_dense_run_is_there_once(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    text = (
+        BASE.replace("every = 3\n", "")
+        + 'regrow = "random"\n[axes]\nscore = ["dense", "magnitude"]\nsparsity = [0.5]\n'
+    )
+    path.write_text(text + 'every = [2, 3]\nscope = ["model", "layer"]\n', encoding="utf-8")
+    _, cells = cells_of(path)
+    assert sum(cell.experiment.score is None for cell in cells) == 1
+    assert len(cells) == 5
+
+
 def test_every_grid_in_the_recipes_is_one() -> None:
     grids = sorted((ROOT / "recipes" / "sweeps").glob("*.toml"))
     assert grids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def test_killed_and_continued_to_the_bit(
 ) -> None:
     experiment = replace(SMALL, **settings)
     whole = Trainer(experiment, HOW)
-    run(whole, RunFolder(tmp_path / "whole", experiment))
+    run(whole, RunFolder(tmp_path / "whole", experiment, ""))
     real = Trainer.step
 
     def dying(self: Trainer) -> torch.Tensor:
@@ -80,12 +81,12 @@ def test_killed_and_continued_to_the_bit(
 
     monkeypatch.setattr(Trainer, "step", dying)
     with pytest.raises(KeyboardInterrupt):
-        run(Trainer(experiment, HOW), RunFolder(tmp_path / "broken", experiment))
+        run(Trainer(experiment, HOW), RunFolder(tmp_path / "broken", experiment, ""))
     monkeypatch.setattr(Trainer, "step", real)
     with (tmp_path / "broken" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 16, "lo')  # cut off in the middle of a line
     again = Trainer(experiment, HOW)
-    run(again, RunFolder(tmp_path / "broken", experiment))
+    run(again, RunFolder(tmp_path / "broken", experiment, ""))
     assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(whole).items())
     assert numbers(tmp_path / "broken") == numbers(tmp_path / "whole")
     looks = [json.loads((tmp_path / name / "gradient.json").read_text()) for name in ("broken", "whole")]
@@ -102,15 +103,18 @@ def test_micro_batches_give_the_same_step() -> None:
 
 
 def test_time_runs_out(tmp_path: Path) -> None:
-    trainer = Trainer(SMALL, replace(HOW, max_seconds=0.0))
-    summary = run(trainer, RunFolder(tmp_path / "run", SMALL))
+    folder = RunFolder(tmp_path / "run", SMALL, "")
+    summary = run(Trainer(SMALL, replace(HOW, max_seconds=0.0)), folder)
     assert (summary["steps"], summary["asked_steps"]) == (1, 20)
+    assert not folder.finished
+    assert run(Trainer(SMALL, HOW), folder)["steps"] == 20
+    assert folder.finished
 
 
 def test_best_is_of_the_final_sparsity(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    folder = RunFolder(tmp_path / "run", SMALL)
+    folder = RunFolder(tmp_path / "run", SMALL, "")
     run(Trainer(SMALL, HOW), folder)
     saved = load_file(str(tmp_path / "run" / "best" / "model.safetensors"))
     report = json.loads((tmp_path / "run" / "report.json").read_text())
@@ -119,13 +123,13 @@ def test_best_is_of_the_final_sparsity(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_experiment_is_refused(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "run", SMALL)
+    RunFolder(tmp_path / "run", SMALL, "")
     with pytest.raises(SecateurError, match=r"other settings \(lr, seed\)"):
-        RunFolder(tmp_path / "run", replace(SMALL, seed=1, lr=0.5))
+        RunFolder(tmp_path / "run", replace(SMALL, seed=1, lr=0.5), "")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
     with pytest.raises(SecateurError, match="holds no run"):
-        RunFolder(tmp_path / "mine", SMALL)
+        RunFolder(tmp_path / "mine", SMALL, "")
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
@@ -181,7 +185,8 @@ def test_the_names_of_the_seeds() -> None:
     }
     assert options("--pruning-method", "state") == {"score": "bitter0"}
     assert options("--pruning-method", "movement", "--set", "lr=3e-4") == {"score": "movement", "lr": 3e-4}
-    assert options("--pruning-method", "none") == {"score": None, "sparsity": 0.0}
+    none = {"score": None, "sparsity": 0.0, "pattern": None, "regrow": None}
+    assert options("--pruning-method", "none") == none
     with pytest.raises(SecateurError, match="goes with --pruning-method state"):
         options("--variant", "bitter3", "--pruning-method", "magnitude")
 
@@ -206,6 +211,8 @@ def test_the_extended_budget_is_the_seeds() -> None:
         ({"begin": 0.7}, "Pruning begins and ends"),
         ({"spam": "paper"}, "spam goes with adamwspam"),
         ({"steps": 0}, "steps must be at least 1"),
+        ({"lr": -1}, "lr must be between 0"),
+        ({"beta2": 1.5}, "beta2 must be between"),
         ({"regrow": "gradient"}, "do nothing without a score"),
         ({"learning_rate": 1e-3}, "no setting 'learning_rate'"),
     ],
@@ -274,3 +281,36 @@ def test_averages_are_adams() -> None:
     assert lines["gradient"] == values
     assert lines["average, beta1 0.9"] == pytest.approx(first, rel=1e-5)
     assert lines["root of averaged square, beta2 0.999"] == pytest.approx(second, rel=1e-5)
+
+
+def test_a_ruined_model_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Trainer.evaluate
+    monkeypatch.setattr(
+        Trainer,
+        "evaluate",
+        lambda self: {**real(self), **({"held_out_loss": math.nan} if self.progress.step == 20 else {})},
+    )
+    trainer = Trainer(replace(SMALL, score=None, sparsity=0.0), HOW)
+    run(trainer, RunFolder(tmp_path / "run", trainer.experiment, ""))
+    assert math.isfinite(trainer.progress.best)
+
+
+def test_killed_while_a_checkpoint_takes_its_place(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", SMALL, "")
+    run(Trainer(SMALL, replace(HOW, max_seconds=0.0)), folder)
+    (folder.path / "checkpoint").rename(folder.path / ".checkpoint.0123abcd.old")
+    (folder.path / ".checkpoint.0123abcd").mkdir()
+    folder.rewind(1)
+    assert folder.checkpoint is not None
+    assert not list(folder.path.glob(".checkpoint*"))
+
+
+def test_other_data_is_another_experiment(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two three " * 500)
+    experiment = replace(SMALL, data=f"text:{tmp_path / 'a.txt'}")
+    before = Trainer(experiment, HOW).fingerprint
+    RunFolder(tmp_path / "run", experiment, before)
+    (tmp_path / "a.txt").write_text("one two tree  " * 500)
+    after = Trainer(experiment, HOW).fingerprint
+    with pytest.raises(SecateurError, match=r"other settings \(fingerprint\)"):
+        RunFolder(tmp_path / "run", experiment, after)

@@ -57,7 +57,7 @@ def changes_of(options: argparse.Namespace) -> dict[str, Any]:
     if variant and method not in (None, "state"):
         raise SecateurError(f"--variant {variant} goes with --pruning-method state, not with {method}.")
     if method == "none":
-        found |= {"score": None, "sparsity": 0.0}
+        found |= {"score": None, "sparsity": 0.0, "pattern": None, "regrow": None}
     elif variant or method:
         found["score"] = variant or (STATE_SCORE if method == "state" else method)
     return found | parse(options.changes)
@@ -75,16 +75,19 @@ def run_train(options: argparse.Namespace) -> int:
         print(dry_run(experiment, options.cpu))
         return 0
     path = options.out or Path("runs") / name_of(experiment)
-    folder = RunFolder(path, experiment)
-    if folder.finished:
-        print(f"secateur: {path} is finished already: see {path / 'summary.json'}", file=sys.stderr)
-        return 0
     execution = Execution(
         options.cpu, options.micro_batch, options.checkpoint_every, options.max_time, _tracker(options.tracker), path
     )
-    trainer = Trainer(experiment, execution)
+    trainer = Trainer(experiment, execution)  # before a folder is made for it: much can be wrong
+    with trainer.accelerator.main_process_first():
+        folder = RunFolder(path, experiment, trainer.fingerprint)
+    if folder.finished:
+        print(f"secateur: {path} is finished already: see {path / 'summary.json'}", file=sys.stderr)
+        return 0
     summary = run(trainer, folder, Teller())
-    if trainer.accelerator.is_main_process:
+    if trainer.accelerator.is_main_process and not folder.finished:
+        print(f"Stopped after {summary['steps']} of {summary['asked_steps']} steps; the same command goes on.")
+    elif trainer.accelerator.is_main_process:
         library("matplotlib", "The page of a run", EXTRA)
         page = importlib.import_module("secateur.lab.runpage").render(path, name_of(experiment), summary)
         write(path / "report.html", page)
@@ -112,10 +115,9 @@ def name_of(experiment: Experiment) -> str:
 def told(experiment: Experiment, summary: dict[str, Any], path: Path) -> str:
     """A finished run in a few lines."""
     budget = ", extended budget" if experiment.budget != "normal" else ""
-    early = f" of {summary['asked_steps']}" if summary["steps"] < summary["asked_steps"] else ""
     return (
         f"{name_of(experiment)}: {summary['quality_name']} {summary['quality']:.4f} (held-out loss"
-        f" {summary['held_out_loss']:.4f}) after {summary['steps']}{early} steps{budget}, {summary['seconds']:.0f} s;"
+        f" {summary['held_out_loss']:.4f}) after {summary['steps']} steps{budget}, {summary['seconds']:.0f} s;"
         f" {summary['sparsity']:.4%} of {summary['prunable'] or 0:,} prunable weights gone\nSaved in {path}"
     )
 

@@ -75,6 +75,11 @@ class Experiment:
         for name in ("steps", "batch", "context", "every", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise SecateurError(f"{name} must be at least 1; got {getattr(self, name)}.")
+        ranges = {"lr": (0, 1e9), "beta1": (0, 0.9999999), "beta2": (0, 0.9999999), "weight_decay": (0, 1e9)}
+        ranges |= {"seed": (0, 2**63 - 1), "clip": (0, 1e9), "final_lr": (0, 1), "warmup": (0, 2**31)}
+        for name, (low, high) in ranges.items():
+            if not low <= getattr(self, name) <= high:
+                raise SecateurError(f"{name} must be between {low:g} and {high:g}; got {getattr(self, name)}.")
         if self.spam and self.optimizer not in ("adamwspam", "adamwprune"):
             raise SecateurError(f"spam goes with adamwspam or adamwprune, not with {self.optimizer}.")
         self._check_pruning()
@@ -148,4 +153,5 @@ def _check_word(name: str, word: str, known: tuple[str, ...]) -> None:
 def read_experiment(path: Path | None, changes: Mapping[str, Any]) -> Experiment:
     """The experiment in a TOML file (or the default one) with some settings changed."""
     found = {} if path is None else read_toml(path)
-    return from_mapping(Experiment, {**found, **changes}, "the command line" if path is None else str(path))
+    named = "the command line" if path is None or changes.keys() - found.keys() else str(path)
+    return from_mapping(Experiment, {**found, **changes}, named)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from secateur.errors import DataError
-from secateur.lab.draws import generator
+from secateur.lab.draws import fingerprint_of, generator
 from secateur.optional import library
 
 PADDING = 4  # pixels on every side that a crop may move into, as is usual for CIFAR
@@ -52,6 +52,10 @@ class Images:
         """Every held-out image once, in order, as it is."""
         for inputs, targets in zip(self.held_inputs.split(size), self.held_targets.split(size), strict=True):
             yield self.normalised(inputs), targets
+
+    def fingerprint(self) -> str:
+        """What tells this data from other data of the same name."""
+        return fingerprint_of(self.inputs, self.targets, self.held_inputs, self.held_targets)
 
     def normalised(self, inputs: Tensor) -> Tensor:
         """float32, with mean 0 and deviation 1 in each channel of the training images."""

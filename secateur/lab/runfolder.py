@@ -19,9 +19,9 @@ CONFIG, METRICS, SUMMARY, CHECKPOINT, BEST = "config.json", "metrics.jsonl", "su
 class RunFolder:
     """Where a run writes. A folder that holds another experiment is refused; one with a checkpoint is continued."""
 
-    def __init__(self, path: Path, experiment: Experiment) -> None:
+    def __init__(self, path: Path, experiment: Experiment, fingerprint: str) -> None:
         self.path = path
-        config = json.loads(json.dumps(asdict(experiment)))  # as it comes back from the file
+        config = json.loads(json.dumps(asdict(experiment) | {"fingerprint": fingerprint}))  # as the file gives it back
         if (path / CONFIG).exists():
             found = json.loads((path / CONFIG).read_text(encoding="utf-8"))
             if found != config:
@@ -29,7 +29,7 @@ class RunFolder:
                 raise SecateurError(
                     f"{path} holds a run with other settings ({', '.join(differing)}). Name another folder with --out."
                 )
-        elif path.exists() and any(path.iterdir()):
+        elif path.exists() and (path.is_file() or any(path.iterdir())):
             raise SecateurError(f"{path} is there already and holds no run. Name another folder with --out.")
         else:
             path.mkdir(parents=True, exist_ok=True)
@@ -46,8 +46,12 @@ class RunFolder:
 
     def rewind(self, step: int) -> None:
         """Forget numbers of steps that come after this one, which will be taken again, and checkpoints cut short."""
-        for partial in self.path.glob(f".{CHECKPOINT}.*"):
-            shutil.rmtree(partial, ignore_errors=True)
+        for name in (CHECKPOINT, BEST):
+            for old in self.path.glob(f".{name}.*.old"):  # killed between moving it aside and putting the new one there
+                if not (self.path / name).exists():
+                    old.rename(self.path / name)
+            for partial in self.path.glob(f".{name}.*"):
+                shutil.rmtree(partial, ignore_errors=True)
         path = self.path / METRICS
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         kept = []

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from secateur.bench.record import commit, hardware, versions
+from secateur.errors import SecateurError
 from secateur.folder import appearing
 from secateur.lab.data import Tokens
 from secateur.lab.looking import Monitor
@@ -27,12 +28,14 @@ def run(trainer: Trainer, folder: RunFolder, tell: Tell = lambda *_: None) -> di
         trainer.accelerator.init_trackers("secateur", config={k: str(v) for k, v in asdict(wanted).items()})
     if folder.checkpoint is not None:
         trainer.accelerator.load_state(str(folder.checkpoint))
+        if progress.processes != trainer.accelerator.num_processes:
+            raise SecateurError(f"{folder.path} was begun by {progress.processes} processes: go on with as many.")
     if trainer.accelerator.is_main_process:
         folder.rewind(progress.step)
     with Monitor(trainer.accelerator.device) as monitor:
         found = _train(trainer, folder, tell)
     summary = summarise(trainer, found) | {"gpu": monitor.means()}
-    if trainer.accelerator.is_main_process:
+    if trainer.accelerator.is_main_process and progress.step == wanted.steps_taken:  # or else it is to go on one day
         looks = {"gradient.json": progress.gradients, "gpu.json": monitor.samples}
         folder.finish(summary, trainer.pruner.report().to_json() if trainer.pruner else None, looks)
     trainer.accelerator.end_training()
@@ -87,14 +90,15 @@ def _note(trainer: Trainer, folder: RunFolder, numbers: dict[str, float]) -> Non
 def _keep_best(trainer: Trainer, folder: RunFolder, loss: float) -> None:
     """The weights with the lowest held-out loss so far, among those of the sparsity that was asked for."""
     pruner = trainer.pruner
-    if (pruner is not None and pruner.report().asked < trainer.final_sparsity) or loss >= trainer.progress.best:
+    if (pruner is not None and pruner.report().asked < trainer.final_sparsity) or not loss < trainer.progress.best:
         return
     trainer.progress.best = loss
     state = trainer.accelerator.get_state_dict(trainer.model)
     if trainer.accelerator.is_main_process:
         save_file = library("safetensors.torch", "Saving weights", EXTRA).save_file
         with appearing(folder.path / BEST) as fresh:
-            whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+            names = [name.removeprefix("_orig_mod.") for name in state]  # which compiling puts before them
+            whole = {n: t.detach().cpu().contiguous().clone() for n, t in zip(names, state.values(), strict=True)}
             save_file(whole, str(fresh / "model.safetensors"), {"step": str(trainer.progress.step)})
 
 
@@ -117,6 +121,7 @@ def summarise(trainer: Trainer, found: dict[str, float]) -> dict[str, Any]:
         if report
         else [],
         "processes": trainer.accelerator.num_processes,
+        "micro_batch": trainer.micro,
         "versions": versions() | {"accelerate": library("accelerate", "Training", EXTRA).__version__},
         "commit": commit(),
         "hardware": hardware(trainer.accelerator.device),

@@ -20,6 +20,9 @@ from secateur.settings import from_mapping, nearest, read_toml
 ENGINES = ("local", "ray")
 TABLES = ("base", "axes")
 DENSE = "dense"
+NOT_PRUNED: dict[str, Any] = {"score": None, "sparsity": 0.0, "pattern": None, "regrow": None}
+# Settings that say how to prune, but for the score, which is what tells a dense run from others.
+PRUNING = ("sparsity", "pattern", "regrow", "schedule", "begin", "end", "every", "scope", "allocation", "drop", "until")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,27 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 
 def cells_of(path: Path) -> tuple[list[str], list[Cell]]:
     """The axes of a grid but for the seed, and its cells. A dense run has no sparsity: one for each seed is enough."""
+    base, axes = _read(path)
+    cells: dict[str, Cell] = {}
+    for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        shown = dict(chosen)
+        if chosen.get("score") == DENSE:  # what says how to prune is the first of its values, and not told apart
+            chosen |= {axis: axes[axis][0] for axis in axes if axis in PRUNING} | NOT_PRUNED
+            shown = {axis: value for axis, value in shown.items() if axis not in PRUNING}
+        name = "-".join(f"{key}={value}" for key, value in shown.items()).replace("/", "_").replace(" ", "")
+        cell = Cell(name, from_mapping(Experiment, {**base, **chosen}, str(path)))
+        if cells.setdefault(name, cell) != cell:
+            raise SecateurError(f"{path}: two runs would be called {name}. Give them names that differ.")
+    named = [axis for axis in axes if axis != "seed"]
+    if DENSE in axes.get("score", []):
+        named += [key for key in NOT_PRUNED if key not in named and (key in base or key == "sparsity")]
+    check_fair([asdict(cell.experiment) for cell in cells.values()], named)
+    return named, list(cells.values())
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Settings that all cells share, and the lists they are taken from."""
     found = read_toml(path)
     for table in found:
         if table not in TABLES:
@@ -57,18 +81,7 @@ def cells_of(path: Path) -> tuple[list[str], list[Cell]]:
             raise SecateurError(f"{path}: {name} stands in [base] and in [axes]. Leave one out.")
     if "recipe" in base:
         base = {**read_toml(path.parent / base.pop("recipe")), **base}
-    cells: dict[str, Cell] = {}
-    for values in itertools.product(*axes.values()):
-        chosen = dict(zip(axes, values, strict=True))
-        if chosen.get("score") == DENSE:
-            chosen |= {"score": None, "sparsity": 0.0}
-        name = "-".join(f"{key}={DENSE if value is None else value}" for key, value in chosen.items())
-        name = name.replace("/", "_").replace(" ", "")
-        cells[name] = Cell(name, from_mapping(Experiment, {**base, **chosen}, str(path)))
-    named = [axis for axis in axes if axis != "seed"]
-    named += ["sparsity"] if DENSE in axes.get("score", []) and "sparsity" not in axes else []
-    check_fair([asdict(cell.experiment) for cell in cells.values()], named)
-    return named, list(cells.values())
+    return base, axes
 
 
 def run_cell(config: Mapping[str, Any], folder: str, cpu: bool, checkpoint_every: int) -> dict[str, Any]:
@@ -77,12 +90,12 @@ def run_cell(config: Mapping[str, Any], folder: str, cpu: bool, checkpoint_every
     from secateur.lab.running import run
     from secateur.lab.trainer import Execution, Trainer
 
-    experiment = from_mapping(Experiment, config, folder)
-    place = RunFolder(Path(folder), experiment)
+    trainer = Trainer(from_mapping(Experiment, config, folder), Execution(cpu=cpu, checkpoint_every=checkpoint_every))
+    place = RunFolder(Path(folder), trainer.experiment, trainer.fingerprint)
     if place.finished:
         found: dict[str, Any] = json.loads((Path(folder) / SUMMARY).read_text(encoding="utf-8"))
         return found
-    return run(Trainer(experiment, Execution(cpu=cpu, checkpoint_every=checkpoint_every)), place)
+    return run(trainer, place)
 
 
 def one_after_another(cells: list[Cell], work: Callable[[Cell], dict[str, Any]]) -> None:

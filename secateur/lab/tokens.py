@@ -13,7 +13,7 @@ from torch import Tensor
 
 from secateur.errors import DataError
 from secateur.lab import corpus
-from secateur.lab.draws import generator
+from secateur.lab.draws import fingerprint_of, generator
 from secateur.lab.places import existing_folder, read_json
 from secateur.texts import BETWEEN, stream_documents
 
@@ -50,6 +50,10 @@ class Tokens:
             raise DataError(f"{most} windows evaluate nothing; ask for at least 1 of the {count:,} in {self.name}.")
         starts = torch.arange(taken) * count // taken * (context + 1)
         return self._windows(self.held_out, starts, context)
+
+    def fingerprint(self) -> str:
+        """What tells this data from other data of the same name."""
+        return fingerprint_of(self.train, self.held_out)
 
     def check_vocabulary(self, model: int) -> None:
         """Refuse a model that has no embedding for some of these tokens."""

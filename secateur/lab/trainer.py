@@ -43,7 +43,7 @@ class Progress:
     """How far a run is; saved with its checkpoints."""
 
     def __init__(self) -> None:
-        self.step, self.seconds, self.best = 0, 0.0, math.inf
+        self.step, self.seconds, self.best, self.processes = 0, 0.0, math.inf, 1
         self.gradients: list[float] = []  # of one weight, step by step
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,6 +81,9 @@ class Trainer:
             raise SecateurError(f"A batch of {experiment.batch} cannot be shared out to {world} processes evenly.")
         self.rows = experiment.batch // world
         self.micro = execution.micro_batch or fitting(self)
+        self.progress.processes = world
+        next(iter(self._held_out()), None)  # says now if the held-out set is too small
+        self.fingerprint = self.data.fingerprint()
         self.stopwatch = Stopwatch(self.accelerator.device)
         self.one_weight = OneWeight(self.accelerator.unwrap_model(self.model), experiment.seed)
 
@@ -95,11 +98,22 @@ class Trainer:
         for parts in zip(*(part.split(self.micro) for part in share), strict=True):
             yield parts[0] if len(parts) == 1 else parts
 
-    def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+    def _alone(self) -> nn.Module:
+        """The model without what holds processes together, which may have unequal numbers of batches to judge. Averages
+        of normalisation are the first process's, as they are in training."""
+        if self.accelerator.distributed_type == "FSDP":
+            return self.model
+        model: nn.Module = self.accelerator.unwrap_model(self.model)
+        if self.accelerator.num_processes > 1:
+            for buffer in model.buffers():
+                torch.distributed.broadcast(buffer, 0)
+        return model
+
+    def loss(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Mean loss of a batch and how many predictions were right, in the experiment's precision."""
         rounded = self.experiment.precision == "bf16"
         with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=rounded):
-            return loss_of(self.model, batch)
+            return loss_of(model or self.model, batch)
 
     def step(self) -> Tensor:
         """One optimizer step; the mean loss of this process's share."""
@@ -140,10 +154,11 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy over the whole fixed held-out set, shared out to the processes."""
-        self.model.eval()
+        model = self._alone()
+        model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
         for batch in self._held_out():
-            loss, right = self.loss(batch)
+            loss, right = self.loss(batch, model)
             count = batch[1].numel() if isinstance(batch, tuple) else batch[:, 1:].numel()
             sums += torch.stack([loss.double() * count, right.double(), torch.tensor(count).to(sums)])
         loss_sum, right_sum, count_sum = self.accelerator.reduce(sums, "sum").tolist()
@@ -217,6 +232,6 @@ def fitting(trainer: Trainer) -> int:
             trainer.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
     if size < trainer.rows and trainer.accelerator.is_main_process:
-        why = f"{trainer.rows} do not fit the GPU; the step is the same"
+        why = f"{trainer.rows} do not fit the GPU; the step is the same but for dropout and batch normalisation"
         print(f"secateur: {size} rows at a time: {why}", file=sys.stderr)
     return size
