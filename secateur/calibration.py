@@ -83,8 +83,14 @@ def in_bf16(loss: Loss) -> Loss:
 
 def kind_of_device(model: nn.Module, batch: Batch) -> str:
     """Where a batch is, which is where it will be computed, wherever the model lives."""
+    found = first_in(batch)
+    return (device_of(model) if found is None else found.device).type
+
+
+def first_in(batch: Batch) -> Tensor | None:
+    """The first tensor in a batch, which is what the model reads."""
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
-    return next((part.device for part in parts if isinstance(part, Tensor)), device_of(model)).type
+    return next((part for part in parts if isinstance(part, Tensor)), None)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.blocks import find_blocks
-from secateur.calibration import Batch, Loss, device_of, draw, in_bf16, quiet, standard_loss, to_device
+from secateur.calibration import Batch, Loss, device_of, draw, first_in, in_bf16, quiet, standard_loss, to_device
 from secateur.entries import Entries
 from secateur.errors import FactError, ShardError
 from secateur.ferry import Ferry, ferry_for
@@ -142,7 +142,8 @@ class Observed:
 
     def losses(self, most: int) -> list[float]:
         """Losses of the first batches: as many as it takes to have this many numbers in them."""
-        counts = itertools.accumulate(map(numbers_in, self.batches))
+        sizes = (1 if (read := first_in(batch)) is None else read.numel() for batch in self.batches)
+        counts = itertools.accumulate(sizes)
         enough = next((n for n, count in enumerate(counts, 1) if count >= most), len(self.batches))
         return losses(self.model, self.batches[:enough], self.loss, self.ferry)
 
@@ -182,13 +183,3 @@ def losses(model: nn.Module, batches: Sequence[Batch], loss: Loss, ferry: Ferry 
     with nullcontext() if ferry is None else ferry.crossing(), quiet(model), torch.no_grad():
         device = device_of(model) if ferry is None else ferry.device
         return [float(loss(model, to_device(batch, device))) for batch in batches]
-
-
-def numbers_in(batch: Batch) -> int:
-    """The size of the first tensor in a batch, which is what the model reads."""
-    if isinstance(batch, Tensor):
-        return batch.numel()
-    if isinstance(batch, Mapping | tuple | list):
-        inside = batch.values() if isinstance(batch, Mapping) else batch
-        return next((part.numel() for part in inside if isinstance(part, Tensor)), 1)
-    return 1

@@ -26,7 +26,7 @@ class AdamW(torch.optim.AdamW):
 
     `spam` is None, "paper", "seeds" or a `Spam`. A state_dict loads into torch's AdamW and the other way round. Masks
     come from a Pruner, or by hand through `set_masks`. On NVIDIA GPUs one Triton kernel does it all, which agrees with
-    torch's fused step to 4 units in the last place, 6 with SPAM (docs/kernels.md); elsewhere, and with foreach=True,
+    torch's fused step to 4 units in the last place (docs/kernels.md); elsewhere, and with foreach=True,
     capturable or differentiable, torch's own step runs and the rest follows it.
     """
 

@@ -172,7 +172,7 @@ GROUP = {"foreach": None, "capturable": False, "differentiable": False, "fused":
 def check_adamw(kernels: Any, device: torch.device, case: dict[str, Any]) -> None:
     """The kernel's step against torch's own.
 
-    Against the fused one (on GPUs), 4 units in the last place (6 with SPAM's clipping), at the size of each number or
+    Against the fused one (on GPUs), 4 units in the last place, at the size of each number or
     at the root mean square of its tensor, whichever is larger (a small moment is the difference of larger numbers).
     Against foreach, which rounds 1 - beta2 = 0.001 otherwise, 3e-5 of that.
     """
@@ -192,8 +192,7 @@ def check_adamw(kernels: Any, device: torch.device, case: dict[str, Any]) -> Non
         assert torch.equal(a.gradient, gradient), "the user's gradient was written to"
         kept = torch.ones_like(gradient, dtype=torch.bool) if a.mask is None else as_bool(a.mask, gradient.shape)
         for x, y in zip(a.tensors, b.tensors, strict=True):
-            units = 6 if case["theta"] else 4
-            unit = units * torch.finfo(x.dtype).eps if fused else max(3e-5, units * torch.finfo(x.dtype).eps)
+            unit = 4 * torch.finfo(x.dtype).eps if fused else max(3e-5, 4 * torch.finfo(x.dtype).eps)
             size = y.float().abs().clamp(min=float(y.float().square().mean().sqrt()))
             off = float(((x.float() - y.float()).abs() / size).max()) / unit
             assert off <= 1, (case, x.dtype, off)

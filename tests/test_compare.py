@@ -145,7 +145,9 @@ def test_the_page_holds_all_it_needs_and_opens(tmp_path: Path, capsys: pytest.Ca
     assert collector.tags.count("table") == 3
     assert collector.tags.count("figure") == collector.tags.count("svg") == 5
     assert "data=&lt;b&gt;&amp;" in text
-    open_page(page, tmp_path)
+    size, complaints = open_page(page, tmp_path)
+    assert size > 50_000
+    assert complaints == []
 
 
 def test_pictures_show_what_the_runs_say(tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def test_the_page_holds_all_it_needs(shown: Shown) -> None:
 
 
 def test_the_page_opens_in_a_browser_without_complaint(shown: Shown, tmp_path: Path) -> None:
-    open_page(shown[0], tmp_path)
+    size, complaints = open_page(shown[0], tmp_path)
+    assert size > 50_000
+    assert complaints == []
 
 
 def test_training_and_held_out_files_are_apart() -> None:

@@ -377,5 +377,6 @@ def test_two_processes_are_as_one(tmp_path: Path) -> None:
     found = launch(tmp_path / "two.pt", 2, *jobs)
     for setting in settings:
         alone[f"single {setting}"] = alone[f"fsdp {setting}"]
+    assert set(jobs) <= found.keys()
     for job in jobs:
-        agree(found, alone, job)
+        agree(found, alone, job)  # asserts, tensor by tensor

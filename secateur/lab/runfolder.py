@@ -29,11 +29,22 @@ class RunFolder:
                 raise SecateurError(
                     f"{path} holds a run with other settings ({', '.join(differing)}). Name another folder with --out."
                 )
+            self._recover()
         elif path.exists() and (path.is_file() or any(path.iterdir())):
             raise SecateurError(f"{path} is there already and holds no run. Name another folder with --out.")
         else:
             path.mkdir(parents=True, exist_ok=True)
             write(path / CONFIG, json.dumps(config, indent=1) + "\n")
+
+    def _recover(self) -> None:
+        """Put back what was moved aside when the run was killed before the new one stood in its place; then forget what
+        was being written."""
+        for name in (CHECKPOINT, BEST):
+            for old in self.path.glob(f".{name}.*.old"):
+                if not (self.path / name).exists():
+                    old.rename(self.path / name)
+            for partial in self.path.glob(f".{name}.*"):
+                shutil.rmtree(partial, ignore_errors=True)
 
     @property
     def finished(self) -> bool:
@@ -45,13 +56,7 @@ class RunFolder:
         return self.path / CHECKPOINT if (self.path / CHECKPOINT).is_dir() else None
 
     def rewind(self, step: int) -> None:
-        """Forget numbers of steps that come after this one, which will be taken again, and checkpoints cut short."""
-        for name in (CHECKPOINT, BEST):
-            for old in self.path.glob(f".{name}.*.old"):  # killed between moving it aside and putting the new one there
-                if not (self.path / name).exists():
-                    old.rename(self.path / name)
-            for partial in self.path.glob(f".{name}.*"):
-                shutil.rmtree(partial, ignore_errors=True)
+        """Forget numbers of steps that come after this one, which will be taken again."""
         path = self.path / METRICS
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         kept = []

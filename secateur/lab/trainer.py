@@ -219,12 +219,13 @@ def fitting(trainer: Trainer) -> int:
     size = trainer.rows
     if trainer.accelerator.device.type != "cuda":
         return size
-    trainer.model.eval()  # averages of normalisation stay as they are
+    model = trainer._alone()  # whether it fits here is nobody else's business
+    model.eval()  # averages of normalisation stay as they are
     while size > 1:
         trainer.micro = size
         try:
             with torch.random.fork_rng(devices=[trainer.accelerator.device]):
-                trainer.loss(next(trainer.micro_batches(1)))[0].backward()
+                trainer.loss(next(trainer.micro_batches(1)), model)[0].backward()
             break
         except torch.OutOfMemoryError:
             size = -(-size // 2)
