@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from secateur.blocks import Chain, enter
 from secateur.calibration import quiet, to_device
@@ -90,13 +90,14 @@ def parts(subject: Subject, dense: Mapping[str, Tensor] | None) -> Generator[Par
         chain = enter(model, subject.blocks, batches, subject.loss, subject.device) if subject.blocks else None
     done: set[str] = set()
     if chain is not None:
-        chain = chain.merged(MERGED.get(subject.device.type, 0))
+        with _here(chain.blocks[0], subject):  # it tries whether batches may be merged
+            chain = chain.merged(MERGED.get(subject.device.type, 0))
         states = list(chain.states) if dense is not None else []
         for number, block in enumerate(chain.blocks):
             inside = {id(parameter): name for name, parameter in block.named_parameters()}
             mine = [site for site in sites if id(site.parameter) in inside]
             done |= {site.name for site in mine}
-            with landed([*block.parameters(), *block.buffers()], subject.device):
+            with _here(block, subject):
                 yield _block(chain, number, mine, inside, states, dense)
     if rest := [site for site in sites if site.name not in done]:
         with subject.crossing():
@@ -104,6 +105,11 @@ def parts(subject: Subject, dense: Mapping[str, Tensor] | None) -> Generator[Par
                 rest, len(batches), lambda b: subject.loss(model, to_device(batches[b], subject.device)), None,
                 lambda: None,
             )  # fmt: skip
+
+
+def _here(block: nn.Module, subject: Subject) -> AbstractContextManager[None]:
+    """Inside, a block that is streamed is on the device."""
+    return landed([*block.parameters(), *block.buffers()], subject.device)
 
 
 def _block(

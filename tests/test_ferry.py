@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur import ferry
+from secateur import ferry, passage
+from secateur.blocks import Chain
 from secateur.errors import FactError, ModelError
 from tests import tiny
 from tests.trained import Tower
@@ -69,6 +70,28 @@ def test_one_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     each = len(list(model.model.layers[0].parameters()))
     assert len(alive) > 50 * each
     assert most <= 2 * each  # one on its way out while the next comes in
+
+
+@pytest.mark.parametrize("case", ["repaired", "sparsegpt"])
+def test_a_block_runs_only_where_it_has_landed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where batches are tried together first, which CPUs do only when they are told to."""
+    model = build("llama")
+    homes = {parameter.data_ptr() for parameter in model.parameters()}
+    real, calls = Chain.run, 0
+
+    def run(
+        self: Chain, number: int, batch: int, block: nn.Module | None = None, state: Tensor | None = None
+    ) -> Tensor:
+        nonlocal calls
+        calls += 1
+        assert not any(p.data_ptr() in homes for p in (block or self.blocks[number]).parameters())
+        return real(self, number, batch, block, state)
+
+    monkeypatch.setattr(Chain, "run", run)
+    monkeypatch.setitem(passage.MERGED, "cpu", 1 << 20)
+    work, settings = CASES[case]
+    work(model, IDS.split(2), device="cpu:0", **settings)
+    assert calls > 0
 
 
 def test_an_error_leaves_the_model_at_home() -> None:
