@@ -139,3 +139,14 @@ def table(data: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]
                 score, _, sparsity = name.partition(" alone at sparsity ")
                 rows.append((f"{score} at that sparsity", asked, sparsity, f"{value:.2f}", "-", "-", "-"))
     return header, rows
+
+
+def summary(data: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Header and rows of the perplexities alone: the methods that were asked for everything, dense weights first."""
+    asked = list(dict.fromkeys((cell["asked"], cell["pattern"]) for cell in data["cells"]))
+    found = {(cell["method"], cell["asked"], cell["pattern"]): cell["perplexity"] for cell in data["cells"]}
+    methods = dict.fromkeys(cell["method"] for cell in data["cells"])
+    whole = [name for name in methods if all((name, *key) in found for key in asked)]
+    header = ("method", *(pattern or f"{sparsity:.0%}" for sparsity, pattern in asked))
+    rows = [("dense", *[f"{data['dense']:.1f}"] * len(asked))]
+    return header, rows + [(name, *(f"{found[name, *key]:.1f}" for key in asked)) for name in whole]

@@ -96,6 +96,7 @@ PARTS: dict[str, Callable[[], str]] = {
         ],
     ),
     "quality": lambda: part("quality", GPU, lambda found: [markdown_table(*quality.table(found))]),
+    "quality-short": lambda: part("quality", GPU, lambda found: [markdown_table(*quality.summary(found))]),
     "scale": lambda: part("scale", GPU, lambda found: [markdown_table(*scale.table(found["sizes"]))]),
     "scores": scores_table,
     "select": lambda: part("select", CPU, select_tables),
