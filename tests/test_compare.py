@@ -110,6 +110,20 @@ def test_a_ruined_run_is_said_and_no_number_is_made_of_it(tmp_path: Path) -> Non
     assert "<svg" in render(found)
 
 
+def test_the_json_is_read_as_the_folders_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_sweep(tmp_path / "runs", LOSSES | {"odd": [math.nan, 2.0]})
+    file = tmp_path / "numbers.json"
+    first = command(capsys, tmp_path / "runs", "--json", file, "--baseline", "score=magnitude")
+    assert command(capsys, file, "--baseline", "score=magnitude") == first
+    assert compared(file).to_json() == compared(tmp_path / "runs").to_json()
+    make_sweep(tmp_path / "more", {"fisher": [1.5, 1.6]})
+    assert "score=fisher" in command(capsys, file, tmp_path / "more")[1]
+    for text, said in (("{}", "holds no runs"), ('{"runs": [3]}', "is not as"), ("[]", "no JSON object")):
+        file.write_text(text)
+        with pytest.raises(ComparisonError, match=said):
+            compared(file)
+
+
 def test_the_json_holds_every_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_sweep(tmp_path / "runs", LOSSES)
     file = tmp_path / "numbers.json"

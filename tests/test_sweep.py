@@ -98,6 +98,19 @@ def test_every_grid_in_the_recipes_is_one() -> None:
         assert len(cells) > 10
 
 
+def test_shares_of_a_sweep_make_the_whole(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for share, done in (
+        ("2/2", {"score=variance-seed=0"}),
+        ("1/2", {"score=variance-seed=0", "score=magnitude-seed=0"}),
+    ):
+        assert main(["sweep", str(grid), "--out", str(tmp_path / "runs"), "--cpu", "--part", share]) == 0
+        assert {path.parent.name for path in tmp_path.glob("runs/*/summary.json")} == done
+    for share in ("0/2", "3/2", "1", "1/x"):
+        with pytest.raises(SystemExit):
+            main(["sweep", str(grid), "--part", share])
+        assert "the second of three" in capsys.readouterr().err
+
+
 def test_killed_and_continued(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Killed as soon as one cell is done; then the other is done too, and the first is not done again."""
     assert main(["sweep", str(grid), "--out", str(tmp_path / "whole"), "--cpu"]) == 0

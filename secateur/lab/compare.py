@@ -53,12 +53,13 @@ class Comparison:
         return explanations(self.tables, self.measure)
 
     def to_json(self) -> str:
-        """All numbers, those of every seed too. What is not finite is null."""
+        """All numbers, those of every seed too, a run on a line; `secateur compare` reads them again. What is not
+        finite is null."""
+        runs = [{"row": row.label, **_plain_run(run)} for row in self.rows for run in row.runs]
         plain = {
             "axes": self.axes,
             "shared": self.shared,
             "measure": {**asdict(self.measure), "judged": self.measure.judged},
-            "runs": [{"row": row.label, **_plain_run(run)} for row in self.rows for run in row.runs],
             "explained": self.explained,
             "tables": [
                 {
@@ -69,7 +70,9 @@ class Comparison:
                 for table in self.tables
             ],
         }
-        return json.dumps(_finite(plain), indent=1, allow_nan=False) + "\n"
+        lines = ",\n  ".join(json.dumps(_finite(run), allow_nan=False) for run in runs)
+        head = json.dumps(_finite(plain), indent=1, allow_nan=False).removesuffix("\n}")
+        return f'{head},\n "runs": [\n  {lines}\n ]\n}}\n'
 
 
 def compare(runs: Sequence[FinishedRun], by: Sequence[str] | None = None, baseline: str | None = None) -> Comparison:
@@ -87,7 +90,8 @@ def compare(runs: Sequence[FinishedRun], by: Sequence[str] | None = None, baseli
 
 def _plain_run(run: FinishedRun) -> dict[str, Any]:
     curve = [asdict(found) for found in run.evaluations]
-    return {"folder": str(run.folder), "settings": run.settings, "evaluations": curve, "summary": run.summary}
+    kept = {"folder": str(run.folder), "settings": run.settings, "evaluations": curve, "path": run.sparsity}
+    return {**kept, "summary": run.summary}
 
 
 def _plain_entry(entry: Entry, measure: Measure) -> dict[str, Any]:
@@ -108,7 +112,9 @@ def _finite(value: Any) -> Any:
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or folders that hold such")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, help="folders of runs, folders that hold such, or files of --json"
+    )
     parser.add_argument("--baseline", metavar="NAME", help="row that others are compared with: score=magnitude (first)")
     parser.add_argument("--by", help="settings that rows may differ in: score,sparsity (whatever differs)")
     parser.add_argument("--out", type=Path, help="a page with curves, pictures and tables, such as compare.html")

@@ -1,4 +1,5 @@
-"""Run folders, as `secateur train` and `secateur sweep` leave them: config.json, metrics.jsonl, summary.json."""
+"""Finished runs: folders as `secateur train` and `secateur sweep` leave them, with config.json, metrics.jsonl and
+summary.json, or what `secateur compare --json` kept of them."""
 
 from __future__ import annotations
 
@@ -54,11 +55,18 @@ class FinishedRun:
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[FinishedRun], list[Path]]:
-    """Every run in these folders and below them, in order, and the folders of those that are not finished."""
+    """Every run in these folders and below them, or in these files, in order; and the folders of unfinished ones."""
     folders: dict[Path, Path] = {}
+    kept: list[FinishedRun] = []
     for path in paths:
+        if path.is_file():
+            kept += read_kept(path)
+            continue
         if not path.is_dir():
-            raise ComparisonError(f"There is no folder {path}. Give folders that `secateur train` or `sweep` wrote.")
+            raise ComparisonError(
+                f"There is no folder {path}. Give folders that `secateur train` or `sweep` wrote, or files of `compare"
+                " --json`."
+            )
         found = list(run_folders(path))
         if not found:
             raise ComparisonError(f"There is no run in {path} or below it: a run's folder holds a {CONFIG}.")
@@ -66,7 +74,7 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[FinishedRun], list[Path]]:
             folders.setdefault(folder.resolve(), folder)  # named twice, read once
     finished = [folder for folder in folders.values() if (folder / SUMMARY).is_file()]
     unfinished = [folder for folder in folders.values() if folder not in finished]
-    return [read_run(folder) for folder in finished], unfinished
+    return kept + [read_run(folder) for folder in finished], unfinished
 
 
 def run_folders(path: Path) -> Iterator[Path]:
@@ -81,14 +89,35 @@ def run_folders(path: Path) -> Iterator[Path]:
 
 def read_run(folder: Path) -> FinishedRun:
     """One finished run."""
-    settings, summary = _mapping(folder / CONFIG), _mapping(folder / SUMMARY)
+    lines = [line for line in _lines(folder / METRICS) if "step" in line]
+    return _run(folder, _mapping(folder / CONFIG), _mapping(folder / SUMMARY), lines)
+
+
+def read_kept(path: Path) -> list[FinishedRun]:
+    """The runs in a file that `secateur compare --json` wrote."""
+    found = _mapping(path).get("runs")
+    if not isinstance(found, list) or not found:
+        raise ComparisonError(f"{path} holds no runs. Give a file that `secateur compare --json` wrote, or folders.")
+    try:
+        return [
+            _run(
+                Path(run["folder"]), run["settings"], run["summary"],
+                [*run["evaluations"], *({"step": step, "sparsity": gone} for step, gone in run["path"])],
+            )
+            for run in found
+        ]  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise ComparisonError(f"{path} is not as `secateur compare --json` writes it: {error!r}.") from error
+
+
+def _run(folder: Path, settings: dict[str, Any], summary: dict[str, Any], lines: list[dict[str, Any]]) -> FinishedRun:
+    """One run from its settings, its lines of numbers and its summary."""
     if not isinstance(settings.get(SEED), int):
         raise ComparisonError(
             f"{folder / CONFIG} names no whole seed. Runs are paired by seed: write one, or leave it out."
         )
     if BUDGET in summary:
         settings = {**settings, BUDGET: summary[BUDGET]}  # what it got counts, not what was asked
-    lines = [line for line in _lines(folder / METRICS) if "step" in line]
     try:
         # After a resumed run a step may stand there twice: the later line belongs to the model that came out.
         judged = {line["step"]: _evaluation(line) for line in lines if "held_out_loss" in line}

@@ -39,9 +39,20 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=ENGINES, default="local", help="(local: one after another)")
     parser.add_argument("--cpus", type=float, default=1, help="of a cell, on Ray (1)")
     parser.add_argument("--gpus", type=float, default=0, help="of a cell, on Ray (0)")
+    parser.add_argument(
+        "--part", type=part, metavar="K/N", help="only the K-th of N shares of the runs, as for N machines"
+    )
     parser.add_argument("--checkpoint-every", type=positive, default=500, metavar="STEPS", help="(500)")
     parser.add_argument("--cpu", action="store_true", help="even if there is a GPU")
     parser.set_defaults(run=run_sweep)
+
+
+def part(text: str) -> tuple[int, int]:
+    """ "2/3" as numbers, for `--part`."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"a share such as 2/3, the second of three, not {text!r}")
+    return int(number), int(count)
 
 
 def cells_of(path: Path) -> tuple[list[str], list[Cell]]:
@@ -109,6 +120,8 @@ def one_after_another(cells: list[Cell], work: Callable[[Cell], dict[str, Any]])
 def run_sweep(options: argparse.Namespace) -> int:
     """The command `secateur sweep`."""
     axes, cells = cells_of(options.grid)
+    mine, shares = options.part or (1, 1)
+    cells = cells[mine - 1 :: shares]
     out = options.out or Path("sweeps") / options.grid.stem
     print(f"secateur: {len(cells)} runs over {', '.join(axes)}, in {out}", file=sys.stderr)
 
