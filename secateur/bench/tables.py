@@ -11,11 +11,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import secateur
 from secateur.bench import accuracy, probe, quality, scale, select, select_gpu, step, train
 from secateur.bench.record import ROOT, results_folder
+from secateur.lab import results
 from secateur.registry import resolve
 from secateur.report import markdown_table
 
@@ -106,9 +109,17 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 
+def campaign(path: Path) -> str:
+    """An experiment of the lab: its final table, a picture of it, and where the numbers come from."""
+    found = results.comparison(path)
+    name = path.stem.partition("_")[0]
+    return "\n\n".join([markdown_table(*results.table(found)), f"![{name}](figures/{name}.svg)", results.source(found)])
+
+
 def filled(text: str) -> str:
     """The text with every generated part made anew."""
-    for name, make in PARTS.items():
+    parts = dict(PARTS) | {name: partial(campaign, path) for name, path in results.records().items()}
+    for name, make in parts.items():
         marks = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         if marks[0] in text:
             before, _, rest = text.partition(marks[0])

@@ -1,0 +1,116 @@
+"""The campaign on record: tables and pictures of docs/results.md from the files `secateur compare --json` wrote.
+
+    python -m secateur.lab.results
+
+draws docs/figures anew; `python -m secateur.bench.tables` writes the tables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from secateur.bench.record import ROOT, results_folder
+from secateur.lab.compare import Comparison, compare
+from secateur.lab.files import write
+from secateur.lab.runs import read_kept
+from secateur.lab.statistics import exponential, percent
+from secateur.lab.tables import BASELINE, Entry
+
+PREFIX = "campaign-"
+RIVAL = (
+    "score=magnitude"  # what rows are compared with: the one that agrees with a row in all else, if there are several
+)
+FIGURES = ROOT / "docs" / "figures"
+
+
+def records() -> dict[str, Path]:
+    """The newest record of every experiment, by name."""
+    dated = sorted(results_folder().glob(f"{PREFIX}*.json"), key=lambda path: path.stem.rpartition("_")[2])
+    return {path.stem.partition("_")[0]: path for path in dated}
+
+
+def comparison(path: Path) -> Comparison:
+    """The runs of a record, compared anew."""
+    return compare(read_kept(path), json.loads(path.read_text(encoding="utf-8"))["axes"], RIVAL)
+
+
+def entries(found: Comparison) -> list[Entry]:
+    """The rows at the end of training, best first; the dense one, which has no baseline of its own, leads."""
+    (final,) = [table for table in found.tables if table.name == "final"]
+    sign = -1 if found.measure.higher_is_better else 1
+    return sorted(final.entries, key=lambda entry: (entry.final_sparsity, sign * entry.spread.mean))
+
+
+def table(found: Comparison) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Header and rows: quality of every seed and their mean, and the paired difference in percent."""
+    measure = found.measure
+    header = ("row", "sparsity", measure.name, "of each seed", f"to {RIVAL.partition('=')[2]}, 95 %", "verdict")
+    rows = []
+    for entry in entries(found):
+        mean = exponential(entry.spread.mean) if measure.logarithmic else entry.spread.mean
+        seeds = ", ".join(_number(value, measure.logarithmic) for value in entry.qualities.values())
+        rows.append(
+            (entry.label, f"{entry.sparsity:.2%}", _number(mean, measure.logarithmic), seeds, *_judged(entry, found))
+        )
+    return header, rows
+
+
+def _number(value: float, perplexity: bool) -> str:
+    return f"{value:.1f}" if perplexity else f"{value:.2%}"
+
+
+def _judged(entry: Entry, found: Comparison) -> tuple[str, str]:
+    if entry.difference is None or entry.final_sparsity == 0:
+        return "-", BASELINE if entry.verdict == BASELINE else "-"
+    share = percent(entry.difference, logarithmic=found.measure.logarithmic)
+    around = "" if share.interval is None else f" [{share.interval[0]:+.1f}, {share.interval[1]:+.1f}]"
+    return f"{share.mean:+.1f} %{around}", entry.verdict
+
+
+def source(found: Comparison) -> str:
+    """Where the numbers come from, in a line."""
+    runs = [run for row in found.rows for run in row.runs]
+    said = {
+        key: ", ".join(sorted({str(run.summary[key]) for run in runs})) for key in ("hardware", "commit")
+    }  # fmt: skip
+    torch = ", ".join(sorted({str(run.summary["versions"]["torch"]) for run in runs}))
+    return f"{len(runs)} runs; {said['hardware']}; torch {torch}; commit {said['commit']}"
+
+
+def picture(found: Comparison) -> str:
+    """Every pruned row against magnitude, seed by seed, with the mean and its interval: an SVG."""
+    from secateur.lab.page import figure
+
+    whole = entries(found)
+    base = {entry.label: entry.qualities for entry in whole}
+    shown = [(entry, entry.difference) for entry in whole if entry.difference and entry.final_sparsity > 0][::-1]
+
+    def draw(axes: Any) -> None:
+        for place, (entry, difference) in enumerate(shown):
+            share = percent(difference, logarithmic=found.measure.logarithmic)
+            low, high = share.interval or (share.mean, share.mean)
+            axes.plot([low, high], [place, place], color="#9ca3af", linewidth=5, alpha=0.6, solid_capstyle="butt")
+            ours, theirs = entry.qualities, base[entry.baseline or ""]
+            each = [100 * (ours[seed] / theirs[seed] - 1) for seed in ours if seed in theirs]
+            axes.plot(each, [place] * len(each), "o", color="#0072b2", markersize=4, alpha=0.7)
+            axes.plot([share.mean], [place], "|", color="#111827", markersize=13, markeredgewidth=2)
+        axes.axvline(0, color="#d55e00", linewidth=1)
+        axes.set_yticks(range(len(shown)), [entry.label for entry, _ in shown], fontsize="small")
+        axes.set_xlabel(f"{found.measure.name} against magnitude, percent")
+
+    return figure(draw, width=8.0, height=1.1 + 0.28 * len(shown))
+
+
+def main() -> None:
+    """Draw every record."""
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    for name, path in records().items():
+        write(FIGURES / f"{name}.svg", picture(comparison(path)) + "\n")
+        print(FIGURES.relative_to(ROOT) / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

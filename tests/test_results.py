@@ -1,0 +1,50 @@
+"""docs/results.md: tables and pictures of the campaign from its records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secateur.bench import tables
+from secateur.lab import results
+from tests.browser import open_page
+from tests.run_folders import LOSSES, command, make_sweep
+
+NAME = "campaign-tiny"
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    make_sweep(tmp_path / "runs", {**LOSSES, "none": [1.5, 1.6, 1.7]})
+    path = tmp_path / f"{NAME}_some-gpu_2026-01-02.json"
+    assert command(capsys, tmp_path / "runs", "--by", "score", "--json", path)[0] == 0
+    (tmp_path / f"{NAME}_some-gpu_2025-12-31.json").write_text("older, not read")
+    for module in (results, tables):
+        monkeypatch.setattr(module, "results_folder", lambda: tmp_path)
+    return path
+
+
+def test_the_table_is_made_of_the_newest_record(record: Path) -> None:
+    assert results.records() == {NAME: record}
+    text = tables.filled(f"before <!-- begin {NAME} --> stale <!-- end {NAME} --> after")
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| score")}
+    assert set(rows) == {f"score={name}" for name in (*LOSSES, "none")}
+    assert "baseline" in rows["score=magnitude"]
+    assert "better" in rows["score=variance"]
+    assert "6.7, 7.5, 8.0" in rows["score=variance"]  # exp of 1.9, 2.01, 2.08
+    assert "-9.8 %" in rows["score=variance"]  # exp of the mean of -0.1, -0.09 and -0.12, less 1
+    assert f"figures/{NAME}.svg" in text
+    assert "12 runs; one core; torch 2; commit abc" in text
+    assert text.startswith("before")
+    assert text.endswith("after")
+
+
+def test_the_picture_shows_every_row(record: Path, tmp_path: Path) -> None:
+    drawn = results.picture(results.comparison(record))
+    (tmp_path / "page.html").write_text(f"<!doctype html><html lang='en'><body>{drawn}</body></html>")
+    for name in LOSSES:
+        assert (f"score={name}" in drawn) == (name != "magnitude"), name
+    size, complaints = open_page(tmp_path / "page.html", tmp_path)
+    assert size > 8_000
+    assert not complaints
