@@ -8,6 +8,8 @@ import pytest
 
 from secateur.bench import tables
 from secateur.lab import results
+from secateur.lab.compare import compare
+from secateur.lab.runs import read_runs
 from tests.browser import open_page
 from tests.run_folders import LOSSES, command, make_sweep
 
@@ -40,11 +42,31 @@ def test_the_table_is_made_of_the_newest_record(record: Path) -> None:
     assert text.endswith("after")
 
 
+def test_rows_are_also_compared_all_else_equal(tmp_path: Path) -> None:
+    make_sweep(tmp_path, {"magnitude": [2.0, 2.1], "variance": [1.9, 2.01]}, schedule="cubic")
+    make_sweep(tmp_path / "late", {"magnitude": [1.8, 1.9], "variance": [1.6, 1.71]}, schedule="late")
+    runs = read_runs([tmp_path])[0]
+    found = compare(runs, ["score", "schedule"], "score=magnitude,schedule=cubic")
+    header, rows = results.table(found)
+    assert header[4:] == [
+        "to score=magnitude,schedule=cubic, 95 %",
+        "verdict",
+        "to score=magnitude, all else equal",
+        "verdict",
+    ]
+    words = {row[0]: row[4:] for row in rows}
+    assert words["score=magnitude, schedule=cubic"] == ("-", "baseline", "-", "baseline")
+    assert words["score=magnitude, schedule=late"][0].startswith("-18.1 %")  # exp(-0.2)
+    assert words["score=magnitude, schedule=late"][2:] == ("-", "baseline")
+    assert words["score=variance, schedule=late"][0].startswith("-32.6 %")  # exp(-0.395)
+    assert words["score=variance, schedule=late"][2].startswith("-17.7 %")  # exp(-0.195)
+
+
 def test_the_picture_shows_every_row(record: Path, tmp_path: Path) -> None:
     drawn = results.picture(results.comparison(record))
     (tmp_path / "page.html").write_text(f"<!doctype html><html lang='en'><body>{drawn}</body></html>")
     for name in LOSSES:
-        assert (f"score={name}" in drawn) == (name != "magnitude"), name
+        assert (f"<!-- score={name} -->" in drawn) == (name != "magnitude"), name
     size, complaints = open_page(tmp_path / "page.html", tmp_path)
     assert size > 8_000
     assert not complaints

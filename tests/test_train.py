@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
@@ -61,6 +62,28 @@ def test_lenet_on_digits_at_70_percent(tmp_path: Path, capsys: pytest.CaptureFix
     assert not re.search(r'(src|href)="http', page)  # nothing is fetched from anywhere
     assert main(["train", recipe, "--out", str(tmp_path / "run"), "--cpu"]) == 0
     assert "is finished already" in capsys.readouterr().err
+
+
+def test_compiled_or_not_is_the_same_but_for_rounding(tmp_path: Path) -> None:
+    """Compiled once for all runs of a process; killed and continued too."""
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    found = {}
+    for name, settings in {"plain": {}, "compiled": {"compile": True}, "other": {"compile": True, "seed": 1}}.items():
+        experiment = replace(SMALL, **settings)
+        found[name] = run(Trainer(experiment, HOW), RunFolder(tmp_path / name, experiment, ""))
+    assert graphs["unique_graphs"] == before + 1
+    assert found["compiled"]["held_out_loss"] == pytest.approx(found["plain"]["held_out_loss"], rel=1e-4)
+    assert found["other"]["held_out_loss"] != found["compiled"]["held_out_loss"]
+    saved = [load_file(tmp_path / name / "best" / "model.safetensors") for name in ("plain", "compiled")]
+    assert saved[0].keys() == saved[1].keys()
+    experiment = replace(SMALL, compile=True)
+    (tmp_path / "compiled" / "summary.json").unlink()
+    again = Trainer(experiment, HOW)
+    assert run(again, RunFolder(tmp_path / "compiled", experiment, ""))["steps"] == SMALL.steps
+    assert all(
+        torch.equal(saved[1][name.removeprefix("_orig_mod.")], tensor) for name, tensor in weights(again).items()
+    )
 
 
 @pytest.mark.parametrize(

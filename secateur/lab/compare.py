@@ -32,6 +32,7 @@ class Comparison:
     measure: Measure
     rows: tuple[Row, ...]
     tables: tuple[Table, ...]
+    baseline: str | None = None  # as it was asked for
 
     def __str__(self) -> str:
         parts = [self.alike]
@@ -58,6 +59,7 @@ class Comparison:
         runs = [{"row": row.label, **_plain_run(run)} for row in self.rows for run in row.runs]
         plain = {
             "axes": self.axes,
+            "baseline": self.baseline,
             "shared": self.shared,
             "measure": {**asdict(self.measure), "judged": self.measure.judged},
             "explained": self.explained,
@@ -85,7 +87,8 @@ def compare(runs: Sequence[FinishedRun], by: Sequence[str] | None = None, baseli
     measure = measure_of(runs)
     rows = group(runs, axes)
     shared = {name: value for name, value in texts(settings[0]).items() if name not in different}
-    return Comparison(axes, shared, measure, tuple(rows), tuple(tables(rows, baselines(rows, baseline), measure)))
+    made = tables(rows, baselines(rows, baseline), measure)
+    return Comparison(axes, shared, measure, tuple(rows), tuple(made), baseline)
 
 
 def _plain_run(run: FinishedRun) -> dict[str, Any]:

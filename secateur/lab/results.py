@@ -15,6 +15,7 @@ from typing import Any
 from secateur.bench.record import ROOT, results_folder
 from secateur.lab.compare import Comparison, compare
 from secateur.lab.files import write
+from secateur.lab.rows import Measure
 from secateur.lab.runs import read_kept
 from secateur.lab.statistics import exponential, percent
 from secateur.lab.tables import BASELINE, Entry
@@ -33,28 +34,34 @@ def records() -> dict[str, Path]:
 
 
 def comparison(path: Path) -> Comparison:
-    """The runs of a record, compared anew."""
-    return compare(read_kept(path), json.loads(path.read_text(encoding="utf-8"))["axes"], RIVAL)
+    """The runs of a record, compared anew with the baseline it names."""
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    return compare(read_kept(path), kept["axes"], kept["baseline"] or RIVAL)
 
 
 def entries(found: Comparison) -> list[Entry]:
-    """The rows at the end of training, best first; the dense one, which has no baseline of its own, leads."""
+    """The rows at the end of training by their sparsity, best first."""
     (final,) = [table for table in found.tables if table.name == "final"]
     sign = -1 if found.measure.higher_is_better else 1
     return sorted(final.entries, key=lambda entry: (entry.final_sparsity, sign * entry.spread.mean))
 
 
 def table(found: Comparison) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Header and rows: quality of every seed and their mean, and the paired difference in percent."""
+    """Header and rows: quality of every seed and their mean, the paired difference from the baseline in percent with
+    its interval, and, where the baseline is one row, that from the rival that agrees with a row in all else."""
     measure = found.measure
-    header = ("row", "sparsity", measure.name, "of each seed", f"to {RIVAL.partition('=')[2]}, 95 %", "verdict")
+    header = ["row", "sparsity", measure.name, "of each seed", f"to {found.baseline}, 95 %", "verdict"]
+    columns = [entries(found)]
+    if found.baseline != RIVAL:
+        header += [f"to {RIVAL}, all else equal", "verdict"]
+        columns.append(entries(compare([run for row in found.rows for run in row.runs], found.axes, RIVAL)))
     rows = []
-    for entry in entries(found):
+    for several in zip(*columns, strict=True):
+        entry = several[0]
         mean = exponential(entry.spread.mean) if measure.logarithmic else entry.spread.mean
         seeds = ", ".join(_number(value, measure.logarithmic) for value in entry.qualities.values())
-        rows.append(
-            (entry.label, f"{entry.sparsity:.2%}", _number(mean, measure.logarithmic), seeds, *_judged(entry, found))
-        )
+        own = entry.label, f"{entry.sparsity:.2%}", _number(mean, measure.logarithmic), seeds
+        rows.append((*own, *(word for one in several for word in _judged(one, measure))))
     return header, rows
 
 
@@ -62,10 +69,10 @@ def _number(value: float, perplexity: bool) -> str:
     return f"{value:.1f}" if perplexity else f"{value:.2%}"
 
 
-def _judged(entry: Entry, found: Comparison) -> tuple[str, str]:
+def _judged(entry: Entry, measure: Measure) -> tuple[str, str]:
     if entry.difference is None or entry.final_sparsity == 0:
         return "-", BASELINE if entry.verdict == BASELINE else "-"
-    share = percent(entry.difference, logarithmic=found.measure.logarithmic)
+    share = percent(entry.difference, logarithmic=measure.logarithmic)
     around = "" if share.interval is None else f" [{share.interval[0]:+.1f}, {share.interval[1]:+.1f}]"
     return f"{share.mean:+.1f} %{around}", entry.verdict
 
@@ -81,7 +88,7 @@ def source(found: Comparison) -> str:
 
 
 def picture(found: Comparison) -> str:
-    """Every pruned row against magnitude, seed by seed, with the mean and its interval: an SVG."""
+    """Every pruned row against the baseline, seed by seed, with the mean and its interval: an SVG."""
     from secateur.lab.page import figure
 
     whole = entries(found)
@@ -99,7 +106,7 @@ def picture(found: Comparison) -> str:
             axes.plot([share.mean], [place], "|", color="#111827", markersize=13, markeredgewidth=2)
         axes.axvline(0, color="#d55e00", linewidth=1)
         axes.set_yticks(range(len(shown)), [entry.label for entry, _ in shown], fontsize="small")
-        axes.set_xlabel(f"{found.measure.name} against magnitude, percent")
+        axes.set_xlabel(f"{found.measure.name} against {found.baseline}, percent")
 
     return figure(draw, width=8.0, height=1.1 + 0.28 * len(shown))
 

@@ -99,11 +99,12 @@ class Trainer:
             yield parts[0] if len(parts) == 1 else parts
 
     def _alone(self) -> nn.Module:
-        """The model without what holds processes together, which may have unequal numbers of batches to judge. Averages
-        of normalisation are the first process's, as they are in training."""
+        """The model without what holds processes together, which may have unequal numbers of batches to judge, and not
+        compiled, which the last and shorter batch would be anew. Averages of normalisation are the first process's, as
+        they are in training."""
         if self.accelerator.distributed_type == "FSDP":
             return self.model
-        model: nn.Module = self.accelerator.unwrap_model(self.model)
+        model: nn.Module = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if self.accelerator.num_processes > 1:
             for buffer in model.buffers():
                 torch.distributed.broadcast(buffer, 0)
@@ -113,7 +114,7 @@ class Trainer:
         """Mean loss of a batch and how many predictions were right, in the experiment's precision."""
         rounded = self.experiment.precision == "bf16"
         with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=rounded):
-            return loss_of(model or self.model, batch)
+            return loss_of(self.model if model is None else model, batch)
 
     def step(self) -> Tensor:
         """One optimizer step; the mean loss of this process's share."""
