@@ -60,6 +60,8 @@ def test_cells(tmp_path: Path) -> None:
         (BASE + "[axes]\nseed = 3", "must be a list"),
         (BASE + "[axes]\nsteps = [3]", "stands in [base] and in [axes]"),
         (BASE + "[axes]\nsede = [3]", "Did you mean 'seed'?"),
+        (BASE + '[axes]\nregrow = ["gradiant"]', "Did you mean 'gradient'?"),
+        (BASE + '[axes]\nscope = ["models"]', "Did you mean 'model'?"),
         ('[base]\nrecipe = "nowhere.toml"\n[axes]\nseed = [0]', "Cannot read"),
     ],
 )
@@ -68,6 +70,21 @@ def test_grids_that_cannot_be(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(SecateurError) as error:
         cells_of(tmp_path / "grid.toml")
     assert said in str(error.value)
+
+
+def test_none_is_a_value_of_an_axis(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    path.write_text(
+        BASE + 'sparsity = 0.5\n[axes]\nscore = ["dense", "magnitude"]\nregrow = ["none", "random"]\n'
+        'allocation = ["none", "erk"]\nseed = [0]', encoding="utf-8",
+    )  # fmt: skip
+    found = {cell.name: cell.experiment for cell in cells_of(path)[1]}
+    assert set(found) == {"score=dense-seed=0"} | {
+        f"score=magnitude-regrow={back}-allocation={share}-seed=0"
+        for back in ("none", "random")
+        for share in ("none", "erk")
+    }
+    assert {(one.regrow, one.allocation) for one in found.values()} >= {(None, None), ("random", "erk")}
 
 
 def test_a_base_may_be_a_recipe(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_the_extended_budget_is_the_seeds() -> None:
     for score, steps in (("bitter2", 1210), ("bitter3", 1300), ("bitter7", 1000), ("magnitude", 1000)):
         experiment = Experiment(score=score, sparsity=0.5, budget="extended")
         assert experiment.steps_taken == steps
-        assert experiment.ramp().end == 600  # type: ignore[union-attr]
+        assert experiment.ramp().end == 800  # type: ignore[union-attr]
         assert experiment.rate(steps) == pytest.approx(1e-4)
     assert Experiment(score="bitter3", sparsity=0.5).steps_taken == 1000
 

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from secateur import optim
+from secateur import optim, regrowth
 from secateur.errors import SecateurError
 from secateur.lab.zoo import is_language_model, parameter_groups
+from secateur.patterns import SCOPES
 from secateur.pruner import Pruner
 from secateur.registry import resolve
 from secateur.schedules import Schedule, check_sparsity, constant, cubic, late_cubic, linear
 from secateur.settings import from_mapping, nearest, read_toml
+from secateur.spam import PRESETS
 
 RAMPS: dict[str, Callable[..., Schedule]] = {"cubic": cubic, "late_cubic": late_cubic, "linear": linear}
 SCHEDULES = (*RAMPS, "constant")
@@ -50,9 +52,9 @@ class Experiment:
     spam: str | None = None  # "paper" or "seeds": spikes are clipped and moments reset
     score: str | None = None  # None: dense
     sparsity: float = 0.0
-    schedule: str = "cubic"
+    schedule: str = "late_cubic"  # docs/results.md says why
     begin: float = 0.1  # of the steps
-    end: float = 0.6  # of the steps
+    end: float = 0.8  # of the steps
     every: int = 20  # steps between updates of the masks
     scope: str = "model"
     pattern: str | None = None
@@ -69,8 +71,10 @@ class Experiment:
 
     def __post_init__(self) -> None:
         words = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS, "budget": BUDGETS}
+        words |= {"scope": SCOPES, "regrow": regrowth.KINDS, "spam": tuple(PRESETS)}
         for name, known in words.items():
-            _check_word(name, getattr(self, name), known)
+            if getattr(self, name) is not None:
+                _check_word(name, getattr(self, name), known)
         is_language_model(self.model)
         for name in ("steps", "batch", "context", "every", "evaluate_every"):
             if getattr(self, name) < 1:

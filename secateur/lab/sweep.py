@@ -14,12 +14,13 @@ from typing import Any
 from secateur.bench.measuring import positive
 from secateur.errors import SecateurError
 from secateur.lab.experiment import Experiment
-from secateur.lab.fairness import check_fair
+from secateur.lab.fairness import check_fair, shown
 from secateur.settings import from_mapping, nearest, read_toml
 
 ENGINES = ("local", "ray")
 TABLES = ("base", "axes")
 DENSE = "dense"
+NONE = "none"  # what TOML has no word for
 NOT_PRUNED: dict[str, Any] = {"score": None, "sparsity": 0.0, "pattern": None, "regrow": None}
 # Settings that say how to prune, but for the score, which is what tells a dense run from others.
 PRUNING = ("sparsity", "pattern", "regrow", "schedule", "begin", "end", "every", "scope", "allocation", "drop", "until")
@@ -61,11 +62,11 @@ def cells_of(path: Path) -> tuple[list[str], list[Cell]]:
     cells: dict[str, Cell] = {}
     for values in itertools.product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
-        shown = dict(chosen)
+        told = dict(chosen)
         if chosen.get("score") == DENSE:  # what says how to prune is the first of its values, and not told apart
             chosen |= {axis: axes[axis][0] for axis in axes if axis in PRUNING} | NOT_PRUNED
-            shown = {axis: value for axis, value in shown.items() if axis not in PRUNING}
-        name = "-".join(f"{key}={value}" for key, value in shown.items()).replace("/", "_").replace(" ", "")
+            told = {axis: value for axis, value in told.items() if axis not in PRUNING}
+        name = "-".join(f"{key}={shown(value)}" for key, value in told.items()).replace("/", "_").replace(" ", "")
         cell = Cell(name, from_mapping(Experiment, {**base, **chosen}, str(path)))
         if cells.setdefault(name, cell) != cell:
             raise SecateurError(f"{path}: two runs would be called {name}. Give them names that differ.")
@@ -90,6 +91,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
             raise SecateurError(f"{path}: axis {name} must be a list of values, such as seed = [0, 1, 2].")
         if name in base:
             raise SecateurError(f"{path}: {name} stands in [base] and in [axes]. Leave one out.")
+    axes = {name: [None if value == NONE else value for value in values] for name, values in axes.items()}
     if "recipe" in base:
         base = {**read_toml(path.parent / base.pop("recipe")), **base}
     return base, axes

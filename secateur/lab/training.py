@@ -16,7 +16,7 @@ from secateur.lab.models import GPT, GPTShape
 from secateur.pieces import CHUNK
 from secateur.pruner import Pruner
 from secateur.report import Report
-from secateur.schedules import cubic
+from secateur.schedules import late_cubic
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Plan:
 
     @property
     def ramp(self) -> tuple[int, int]:
-        """Pruning begins after a tenth of the steps and is done after six tenths; the rest is recovery."""
-        return self.steps // 10, self.steps * 6 // 10
+        """Pruning begins after a tenth of the steps and is done after eight tenths; the rest is recovery."""
+        return self.steps // 10, self.steps * 8 // 10
 
     def rate(self, step: int) -> float:
         """Learning rate of a step (from 1): linear warm-up, then a cosine to a tenth."""
@@ -82,7 +82,7 @@ def train(plan: Plan, corpus: Corpus, score: str | None, progress: Callable[[Run
     model = GPT(plan.shape).to(plan.device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=plan.weight_decay)
     begin, end = plan.ramp
-    schedule = cubic(plan.sparsity, begin=begin, end=end)
+    schedule = late_cubic(plan.sparsity, begin=begin, end=end)
     pruner = Pruner(model, optimizer, score=score, sparsity=schedule, every=plan.every) if score else None
     watched = {begin - begin % plan.every + plan.every, (begin + end) // 2 // plan.every * plan.every, end}
     run = Run(score or "dense")
