@@ -54,6 +54,15 @@ def test_each_epoch_holds_every_example_once(size: int) -> None:
     assert torch.equal(seen, others)  # at any size of batch
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_a_batch_is_the_same_on_every_device() -> None:
+    data = make_images((PIXELS, LABELS), (PIXELS, LABELS), 10, "x", augment=True)
+    for here, there in zip(data.batch(3, 8, seed=1), data.batch(3, 8, seed=1, device="cuda"), strict=True):
+        assert there.is_cuda
+        torch.testing.assert_close(there.cpu(), here, rtol=1e-6, atol=1e-6)
+
+
 def test_inputs_and_targets_stay_together() -> None:
     data = counting()
     inputs, targets = data.batch(1, 7, seed=3)

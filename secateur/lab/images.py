@@ -32,8 +32,9 @@ class Images:
     name: str
     augment: bool = False
 
-    def batch(self, step: int, size: int, seed: int) -> Labelled:
-        """Normalised images and their classes; depends on the arguments alone.
+    def batch(self, step: int, size: int, seed: int, device: torch.device | str = "cpu") -> Labelled:
+        """Normalised images and their classes; depends on the arguments alone. Bytes go to the device and become
+        numbers there.
 
         Steps from 0 go through epochs without a gap: each holds every example once, in an order of its own.
         """
@@ -43,10 +44,10 @@ class Images:
         for epoch in epochs.unique().tolist():
             mine = epochs == epoch
             chosen[mine] = order(len(self.inputs), seed, epoch)[places[mine] % len(self.inputs)]
-        inputs = self.inputs[chosen]
+        inputs = self.inputs[chosen].to(device)
         if self.augment:
             inputs = moved(inputs, generator("augment", seed, step))
-        return self.normalised(inputs), self.targets[chosen]
+        return self.normalised(inputs), self.targets[chosen].to(device)
 
     def evaluation(self, size: int) -> Iterator[Labelled]:
         """Every held-out image once, in order, as it is."""
@@ -59,7 +60,7 @@ class Images:
 
     def normalised(self, inputs: Tensor) -> Tensor:
         """float32, with mean 0 and deviation 1 in each channel of the training images."""
-        mean, std = (torch.tensor(figures)[:, None, None] for figures in (self.mean, self.std))
+        mean, std = (torch.tensor(one, device=inputs.device)[:, None, None] for one in (self.mean, self.std))
         return (inputs.float() - mean) / std
 
 
@@ -70,15 +71,16 @@ def order(count: int, seed: int, epoch: int) -> Tensor:
 
 
 def moved(inputs: Tensor, draw: torch.Generator) -> Tensor:
-    """Each image cropped at a random place of its padded self, and half of them mirrored."""
+    """Each image cropped at a random place of its padded self, and half of them mirrored. What is drawn is drawn on the
+    host, so that it is the same wherever the images are."""
     count, channels, height, width = inputs.shape
-    padded = torch.nn.functional.pad(inputs, (PADDING,) * 4)
     down, right = torch.randint(0, 2 * PADDING + 1, (2, count, 1), generator=draw)
     mirrored = torch.rand(count, 1, generator=draw) < 0.5
     rows, columns = down + torch.arange(height), right + torch.arange(width)
     columns = torch.where(mirrored, columns.flip(1), columns)
     which, channel = torch.arange(count)[:, None, None, None], torch.arange(channels)[:, None, None]
-    return padded[which, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    places = (which, channel, rows[:, None, :, None], columns[:, None, None, :])
+    return torch.nn.functional.pad(inputs, (PADDING,) * 4)[tuple(place.to(inputs.device) for place in places)]
 
 
 def make_images(train: Labelled, held_out: Labelled, classes: int, name: str, *, augment: bool = False) -> Images:

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +98,17 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     return base, axes
 
 
-def run_cell(config: Mapping[str, Any], folder: str, cpu: bool, checkpoint_every: int) -> dict[str, Any]:
-    """One cell from its beginning, or from where it stopped, to its summary."""
+def run_cell(
+    config: Mapping[str, Any], folder: str, cpu: bool, checkpoint_every: int, read: Callable[[str], Any] | None = None
+) -> dict[str, Any]:
+    """One cell from its beginning, or from where it stopped, to its summary; `read` has its data."""
     from secateur.lab.runfolder import SUMMARY, RunFolder
     from secateur.lab.running import run
     from secateur.lab.trainer import Execution, Trainer
 
-    trainer = Trainer(from_mapping(Experiment, config, folder), Execution(cpu=cpu, checkpoint_every=checkpoint_every))
+    experiment = from_mapping(Experiment, config, folder)
+    data = read(experiment.data) if read else None
+    trainer = Trainer(experiment, Execution(cpu=cpu, checkpoint_every=checkpoint_every), data)
     place = RunFolder(Path(folder), trainer.experiment, trainer.fingerprint)
     if place.finished:
         found: dict[str, Any] = json.loads((Path(folder) / SUMMARY).read_text(encoding="utf-8"))
@@ -135,6 +140,9 @@ def run_sweep(options: argparse.Namespace) -> int:
 
         on_ray([(cell.name, arguments(cell)) for cell in cells], options.cpus, options.gpus)
     else:
-        one_after_another(cells, lambda cell: run_cell(*arguments(cell)))
+        from secateur.lab.data import load
+
+        read = lru_cache(maxsize=1)(load)  # cells mostly share their data
+        one_after_another(cells, lambda cell: run_cell(*arguments(cell), read))
     print(f"secateur compare {out} --by {','.join(axes)}" if axes else f"secateur compare {out}")
     return 0

@@ -93,7 +93,7 @@ class Trainer:
         if isinstance(self.data, Tokens):
             batch: Any = (self.data.batch(step, wanted.batch, wanted.context, wanted.seed),)
         else:
-            batch = self.data.batch(step, wanted.batch, wanted.seed)
+            batch = self.data.batch(step, wanted.batch, wanted.seed, self.accelerator.device)
         share = [part[mine * self.rows : (mine + 1) * self.rows].to(self.accelerator.device) for part in batch]
         for parts in zip(*(part.split(self.micro) for part in share), strict=True):
             yield parts[0] if len(parts) == 1 else parts
