@@ -62,6 +62,12 @@ def test_rows_are_also_compared_all_else_equal(tmp_path: Path) -> None:
     assert words["score=variance, schedule=late"][2].startswith("-17.7 %")  # exp(-0.195)
 
 
+def test_names_tell_rows_apart_and_nothing_else() -> None:
+    assert results.without_common(["a=1, b=2", "a=1, b=3"]) == ["b=2", "b=3"]
+    assert results.without_common(["a=1, b=2"]) == ["a=1, b=2"]
+    assert results.without_common([]) == []
+
+
 def test_the_picture_shows_every_row(record: Path, tmp_path: Path) -> None:
     drawn = results.picture(results.comparison(record))
     (tmp_path / "page.html").write_text(f"<!doctype html><html lang='en'><body>{drawn}</body></html>")

@@ -93,7 +93,10 @@ def compare(runs: Sequence[FinishedRun], by: Sequence[str] | None = None, baseli
 
 def _plain_run(run: FinishedRun) -> dict[str, Any]:
     curve = [asdict(found) for found in run.evaluations]
-    kept = {"folder": str(run.folder), "settings": run.settings, "evaluations": curve, "path": run.sparsity}
+    gone = run.sparsity
+    around = zip([None, *gone], gone, [*gone[1:], None], strict=False)
+    bends = [now for last, now, then in around if not (last and then and last[1] == now[1] == then[1])]
+    kept = {"folder": str(run.folder), "settings": run.settings, "evaluations": curve, "path": bends}
     return {**kept, "summary": run.summary}
 
 

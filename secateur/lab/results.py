@@ -94,6 +94,7 @@ def picture(found: Comparison) -> str:
     whole = entries(found)
     base = {entry.label: entry.qualities for entry in whole}
     shown = [(entry, entry.difference) for entry in whole if entry.difference and entry.final_sparsity > 0][::-1]
+    names = without_common([entry.label for entry, _ in shown])
 
     def draw(axes: Any) -> None:
         for place, (entry, difference) in enumerate(shown):
@@ -105,10 +106,17 @@ def picture(found: Comparison) -> str:
             axes.plot(each, [place] * len(each), "o", color="#0072b2", markersize=4, alpha=0.7)
             axes.plot([share.mean], [place], "|", color="#111827", markersize=13, markeredgewidth=2)
         axes.axvline(0, color="#d55e00", linewidth=1)
-        axes.set_yticks(range(len(shown)), [entry.label for entry, _ in shown], fontsize="small")
-        axes.set_xlabel(f"{found.measure.name} against {found.baseline}, percent")
+        axes.set_yticks(range(len(shown)), names, fontsize="small")
+        axes.set_xlabel(f"{found.measure.name}, percent from {found.baseline}", fontsize="small")
 
     return figure(draw, width=8.0, height=1.1 + 0.28 * len(shown))
+
+
+def without_common(labels: Sequence[str]) -> list[str]:
+    """Labels of rows without the settings that all of them name."""
+    parts = [label.split(", ") for label in labels]
+    common = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
+    return [", ".join(word for word in words if word not in common) for words in parts]
 
 
 def main() -> None:
