@@ -12,6 +12,7 @@ from scipy import stats
 
 from secateur.errors import ComparisonError
 from secateur.lab.figures import layer_means, lines_of, render
+from secateur.lab.runs import read_runs
 from secateur.lab.statistics import Difference, difference, ratio
 from tests.browser import Collector, open_page
 from tests.run_folders import LOSSES, command, compared, entries, make_run, make_sweep
@@ -113,15 +114,43 @@ def test_a_ruined_run_is_said_and_no_number_is_made_of_it(tmp_path: Path) -> Non
 def test_the_json_is_read_as_the_folders_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_sweep(tmp_path / "runs", LOSSES | {"odd": [math.nan, 2.0]})
     file = tmp_path / "numbers.json"
-    first = command(capsys, tmp_path / "runs", "--json", file, "--baseline", "score=magnitude")
-    assert command(capsys, file, "--baseline", "score=magnitude") == first
+    first = command(capsys, tmp_path / "runs", "--json", file, "--by", "score", "--baseline", "score=variance")
+    assert command(capsys, file) == first  # with the baseline it was made with
+    assert command(capsys, file, "--baseline", "score=magnitude") != first
     assert compared(file).to_json() == compared(tmp_path / "runs").to_json()
     make_sweep(tmp_path / "more", {"fisher": [1.5, 1.6]})
     assert "score=fisher" in command(capsys, file, tmp_path / "more")[1]
-    for text, said in (("{}", "holds no runs"), ('{"runs": [3]}', "is not as"), ("[]", "no JSON object")):
-        file.write_text(text)
-        with pytest.raises(ComparisonError, match=said):
-            compared(file)
+
+
+def test_runs_are_read_in_the_order_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, file = (
+        make_sweep(tmp_path / "b", {"b": [1.0]}),
+        make_sweep(tmp_path / "a", {"a": [1.0]}),
+        tmp_path / "c",
+    )
+    command(capsys, make_sweep(tmp_path / "kept", {"c": [1.0]}), "--json", file)
+    found = read_runs([first, file, second, file, first])[0]
+    assert [run.settings["score"] for run in found] == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "holds no runs"),
+        ('{"runs": [3]}', "is not as"),
+        (
+            '{"runs": [{"settings": [], "summary": {}, "path": [], "evaluations": [], "folder": "x"}]}',
+            "names no whole seed",
+        ),
+        ("[]", "no JSON object"),
+        ("\udcff", "is no text"),
+    ],
+)
+def test_files_that_hold_no_runs(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "file").write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(ComparisonError, match=said) as error:
+        compared(tmp_path / "file")
+    assert "ComparisonError" not in str(error.value)
 
 
 def test_the_json_holds_every_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

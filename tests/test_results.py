@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,25 @@ def test_rows_are_also_compared_all_else_equal(tmp_path: Path) -> None:
     assert words["score=magnitude, schedule=late"][2:] == ("-", "baseline")
     assert words["score=variance, schedule=late"][0].startswith("-32.6 %")  # exp(-0.395)
     assert words["score=variance, schedule=late"][2].startswith("-17.7 %")  # exp(-0.195)
+
+
+def test_records_of_other_kinds(tmp_path: Path) -> None:
+    """Dense rows beside their dense baseline, no baseline named, no magnitude, a loss that is not finite."""
+    for spam, losses in {"none": [2.0, 2.1], "paper": [1.9, 2.01], "seeds": [math.nan, 2.0]}.items():
+        make_sweep(tmp_path / spam, {"none": losses}, spam=spam, sparsity=0.0)
+    found = compare(read_runs([tmp_path])[0], ["spam"])
+    header, rows = results.table(found)
+    assert header[4:] == ["to spam=none, 95 %", "verdict"]
+    words = {row[0]: row[4:] for row in rows}
+    assert words["spam=none"] == ("-", "baseline")
+    assert words["spam=paper"][0].startswith("-9.1 %")  # exp(-0.095)
+    assert words["spam=seeds"] == ("-", "cannot be told")
+    assert "<!-- spam=paper -->" in results.picture(found)
+    assert results.picture(found) == results.picture(found)
+
+
+def test_what_is_not_on_record_is_said(record: Path) -> None:
+    assert tables.NOT_YET in tables.filled("<!-- begin campaign-other --><!-- end campaign-other -->")
 
 
 def test_names_tell_rows_apart_and_nothing_else() -> None:

@@ -65,7 +65,7 @@ def test_lenet_on_digits_at_70_percent(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_compiled_or_not_is_the_same_but_for_rounding(tmp_path: Path) -> None:
-    """Compiled once for all runs of a process; killed and continued too."""
+    """And compiled once for all runs of a process."""
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
     found = {}
@@ -77,17 +77,48 @@ def test_compiled_or_not_is_the_same_but_for_rounding(tmp_path: Path) -> None:
     assert found["other"]["held_out_loss"] != found["compiled"]["held_out_loss"]
     saved = [load_file(tmp_path / name / "best" / "model.safetensors") for name in ("plain", "compiled")]
     assert saved[0].keys() == saved[1].keys()
-    experiment = replace(SMALL, compile=True)
-    (tmp_path / "compiled" / "summary.json").unlink()
-    again = Trainer(experiment, HOW)
-    assert run(again, RunFolder(tmp_path / "compiled", experiment, ""))["steps"] == SMALL.steps
-    assert all(
-        torch.equal(saved[1][name.removeprefix("_orig_mod.")], tensor) for name, tensor in weights(again).items()
-    )
+
+
+def test_a_compiled_model_is_judged_uncompiled_also_behind_ddp(tmp_path: Path) -> None:
+    trainer = Trainer(replace(SMALL, compile=True), HOW)
+    plain = trainer._alone()
+    assert not hasattr(plain, "_orig_mod")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        trainer.model = torch.nn.parallel.DistributedDataParallel(trainer.model)
+        assert trainer._alone() is plain
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", SMALL, "")
+    other = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{other}; input()", str(tmp_path / "run" / ".lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        half_written = tmp_path / "run" / ".checkpoint.0123abcd"
+        half_written.mkdir()
+        with pytest.raises(SecateurError, match="Another process is training"):
+            run(Trainer(SMALL, HOW), folder)
+        assert half_written.exists()  # it is the other's
+        process.kill()
+    assert run(Trainer(SMALL, HOW), folder)["steps"] == SMALL.steps
+    assert not half_written.exists()
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"optimizer": "adamwspam", "score": "movement"}, {"optimizer": "sgd", "score": "magnitude"}]
+    "settings",
+    [
+        {},
+        {"optimizer": "adamwspam", "score": "movement"},
+        {"optimizer": "sgd", "score": "magnitude"},
+        {"compile": True},
+    ],
 )
 def test_killed_and_continued_to_the_bit(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -231,7 +262,8 @@ def test_the_extended_budget_is_the_seeds() -> None:
         ({"sparsity": 0.5}, "do nothing without a score"),
         ({"score": "variance"}, "needs a sparsity above 0"),
         ({"score": "varianc", "sparsity": 0.5}, "varianc"),
-        ({"begin": 0.7}, "Pruning begins and ends"),
+        ({"begin": 0.9}, "Pruning begins and ends"),
+        ({"score": "variance", "sparsity": 0.5, "regrow": "random"}, "Set until to more than end"),
         ({"spam": "paper"}, "spam goes with adamwspam"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"lr": -1}, "lr must be between 0"),

@@ -141,6 +141,12 @@ def table(data: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]
     return header, rows
 
 
+def windows(data: dict[str, Any]) -> str:
+    """What calibrated and what evaluated, in a line."""
+    calibrated, evaluated = data["windows"]
+    return f"{calibrated} windows of {data['context']:,} tokens calibrate, {evaluated} others evaluate."
+
+
 def summary(data: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Header and rows of the perplexities alone: the methods that were asked for everything, dense weights first."""
     asked = list(dict.fromkeys((cell["asked"], cell["pattern"]) for cell in data["cells"]))

@@ -9,6 +9,7 @@ exit code says whether anything would change.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -98,8 +99,12 @@ PARTS: dict[str, Callable[[], str]] = {
             markdown_table(*probe.jobs_table(found["jobs"])),
         ],
     ),
-    "quality": lambda: part("quality", GPU, lambda found: [markdown_table(*quality.table(found))]),
-    "quality-short": lambda: part("quality", GPU, lambda found: [markdown_table(*quality.summary(found))]),
+    "quality": lambda: part(
+        "quality", GPU, lambda found: [quality.windows(found), markdown_table(*quality.table(found))]
+    ),
+    "quality-short": lambda: part(
+        "quality", GPU, lambda found: [quality.windows(found), markdown_table(*quality.summary(found))]
+    ),
     "scale": lambda: part("scale", GPU, lambda found: [markdown_table(*scale.table(found["sizes"]))]),
     "scores": scores_table,
     "select": lambda: part("select", CPU, select_tables),
@@ -118,7 +123,8 @@ def campaign(path: Path) -> str:
 
 def filled(text: str) -> str:
     """The text with every generated part made anew."""
-    parts = dict(PARTS) | {name: partial(campaign, path) for name, path in results.records().items()}
+    parts = {name: lambda: NOT_YET for name in re.findall(rf"<!-- begin ({results.PREFIX}[\w-]+) -->", text)}
+    parts |= dict(PARTS) | {name: partial(campaign, path) for name, path in results.records().items()}
     for name, make in parts.items():
         marks = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         if marks[0] in text:

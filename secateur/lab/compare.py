@@ -116,6 +116,14 @@ def _finite(value: Any) -> Any:
     return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
+def kept_choices(paths: Sequence[Path]) -> tuple[list[str] | None, str | None]:
+    """What a file says its runs were compared by, and with; nothing where there is more than one file to read."""
+    if len(paths) != 1 or not paths[0].is_file():
+        return None, None
+    kept = json.loads(paths[0].read_text(encoding="utf-8"))
+    return kept.get("axes"), kept.get("baseline")
+
+
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument(
@@ -136,7 +144,8 @@ def run_compare(options: argparse.Namespace) -> int:
     for folder in unfinished:
         print(f"secateur: {folder} is not finished (no summary.json) and is left out", file=sys.stderr)
     by = None if options.by is None else [name.strip() for name in options.by.split(",") if name.strip()]
-    found = compare(runs, by, options.baseline)
+    kept_by, kept_baseline = kept_choices(options.runs)
+    found = compare(runs, kept_by if by is None else by, options.baseline or kept_baseline)
     print(found)
     if options.json:
         write(options.json, found.to_json())

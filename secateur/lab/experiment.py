@@ -52,7 +52,7 @@ class Experiment:
     spam: str | None = None  # "paper" or "seeds": spikes are clipped and moments reset
     score: str | None = None  # None: dense
     sparsity: float = 0.0
-    schedule: str = "late_cubic"  # docs/results.md says why
+    schedule: str = "cubic"
     begin: float = 0.1  # of the steps
     end: float = 0.8  # of the steps
     every: int = 20  # steps between updates of the masks
@@ -98,6 +98,11 @@ class Experiment:
                 raise SecateurError(f"score {self.score!r} needs a sparsity above 0, or a pattern.")
         if not 0 < self.until <= 1:
             raise SecateurError(f"Weights come back until a share of the steps in (0, 1]; got {self.until}.")
+        if self.regrow is not None and self.schedule in RAMPS and self.until < self.end:
+            raise SecateurError(
+                f"Weights come back until {self.until:g} of the steps, but sparsity rises until {self.end:g}: nothing"
+                " would be exchanged at the sparsity you ask for. Set until to more than end, or end to less."
+            )
         if not 0 <= self.begin < self.end <= 1:
             raise SecateurError(f"Pruning begins and ends at shares of the steps; got {self.begin} and {self.end}.")
 

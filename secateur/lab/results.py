@@ -7,13 +7,13 @@ draws docs/figures anew; `python -m secateur.bench.tables` writes the tables.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from secateur.bench.record import ROOT, results_folder
-from secateur.lab.compare import Comparison, compare
+from secateur.lab.compare import Comparison, compare, kept_choices
 from secateur.lab.files import write
 from secateur.lab.rows import Measure
 from secateur.lab.runs import read_kept
@@ -29,14 +29,13 @@ FIGURES = ROOT / "docs" / "figures"
 
 def records() -> dict[str, Path]:
     """The newest record of every experiment, by name."""
-    dated = sorted(results_folder().glob(f"{PREFIX}*.json"), key=lambda path: path.stem.rpartition("_")[2])
+    dated = sorted(results_folder().glob(f"{PREFIX}*.json"), key=lambda path: (path.stem.rpartition("_")[2], path.stem))
     return {path.stem.partition("_")[0]: path for path in dated}
 
 
 def comparison(path: Path) -> Comparison:
     """The runs of a record, compared anew with the baseline it names."""
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    return compare(read_kept(path), kept["axes"], kept["baseline"] or RIVAL)
+    return compare(read_kept(path), *kept_choices([path]))
 
 
 def entries(found: Comparison) -> list[Entry]:
@@ -50,9 +49,10 @@ def table(found: Comparison) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Header and rows: quality of every seed and their mean, the paired difference from the baseline in percent with
     its interval, and, where the baseline is one row, that from the rival that agrees with a row in all else."""
     measure = found.measure
-    header = ["row", "sparsity", measure.name, "of each seed", f"to {found.baseline}, 95 %", "verdict"]
+    base = found.baseline or found.rows[0].label
+    header = ["row", "sparsity", measure.name, "of each seed", f"to {base}, 95 %", "verdict"]
     columns = [entries(found)]
-    if found.baseline != RIVAL:
+    if base != RIVAL and any(RIVAL in row.label.split(", ") for row in found.rows):
         header += [f"to {RIVAL}, all else equal", "verdict"]
         columns.append(entries(compare([run for row in found.rows for run in row.runs], found.axes, RIVAL)))
     rows = []
@@ -70,9 +70,11 @@ def _number(value: float, perplexity: bool) -> str:
 
 
 def _judged(entry: Entry, measure: Measure) -> tuple[str, str]:
-    if entry.difference is None or entry.final_sparsity == 0:
+    if entry.difference is None:
         return "-", BASELINE if entry.verdict == BASELINE else "-"
     share = percent(entry.difference, logarithmic=measure.logarithmic)
+    if not math.isfinite(share.mean):
+        return "-", entry.verdict
     around = "" if share.interval is None else f" [{share.interval[0]:+.1f}, {share.interval[1]:+.1f}]"
     return f"{share.mean:+.1f} %{around}", entry.verdict
 
@@ -91,23 +93,24 @@ def picture(found: Comparison) -> str:
     """Every pruned row against the baseline, seed by seed, with the mean and its interval: an SVG."""
     from secateur.lab.page import figure
 
-    whole = entries(found)
-    base = {entry.label: entry.qualities for entry in whole}
-    shown = [(entry, entry.difference) for entry in whole if entry.difference and entry.final_sparsity > 0][::-1]
-    names = without_common([entry.label for entry, _ in shown])
+    measure = found.measure
+    shares = [(entry.label, entry, percent(entry.difference, logarithmic=measure.logarithmic))
+              for entry in entries(found) if entry.difference]  # fmt: skip
+    shown = [(label, entry, share) for label, entry, share in shares if math.isfinite(share.mean)][::-1]
+    base = {entry.label: entry.qualities for entry in entries(found)}
+    names = without_common([label for label, _, _ in shown])
 
     def draw(axes: Any) -> None:
-        for place, (entry, difference) in enumerate(shown):
-            share = percent(difference, logarithmic=found.measure.logarithmic)
+        for place, (_, entry, share) in enumerate(shown):
             low, high = share.interval or (share.mean, share.mean)
             axes.plot([low, high], [place, place], color="#9ca3af", linewidth=5, alpha=0.6, solid_capstyle="butt")
             ours, theirs = entry.qualities, base[entry.baseline or ""]
-            each = [100 * (ours[seed] / theirs[seed] - 1) for seed in ours if seed in theirs]
+            each = [100 * (ours[seed] / theirs[seed] - 1) for seed in ours if theirs.get(seed)]
             axes.plot(each, [place] * len(each), "o", color="#0072b2", markersize=4, alpha=0.7)
             axes.plot([share.mean], [place], "|", color="#111827", markersize=13, markeredgewidth=2)
         axes.axvline(0, color="#d55e00", linewidth=1)
         axes.set_yticks(range(len(shown)), names, fontsize="small")
-        axes.set_xlabel(f"{found.measure.name}, percent from {found.baseline}", fontsize="small")
+        axes.set_xlabel(f"{measure.name}, percent from {found.baseline or found.rows[0].label}", fontsize="small")
 
     return figure(draw, width=8.0, height=1.1 + 0.28 * len(shown))
 

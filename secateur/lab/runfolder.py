@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from secateur.errors import SecateurError
 from secateur.lab.experiment import Experiment
 from secateur.lab.files import write
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows has none: nothing keeps two processes apart there
+    fcntl = None  # type: ignore[assignment]
+
 CONFIG, METRICS, SUMMARY, CHECKPOINT, BEST = "config.json", "metrics.jsonl", "summary.json", "checkpoint", "best"
+LOCK = ".lock"
 
 
 class RunFolder:
@@ -29,12 +36,25 @@ class RunFolder:
                 raise SecateurError(
                     f"{path} holds a run with other settings ({', '.join(differing)}). Name another folder with --out."
                 )
-            self._recover()
         elif path.exists() and (path.is_file() or any(path.iterdir())):
             raise SecateurError(f"{path} is there already and holds no run. Name another folder with --out.")
         else:
             path.mkdir(parents=True, exist_ok=True)
             write(path / CONFIG, json.dumps(config, indent=1) + "\n")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, no other process trains here. What a killed one left half done is mended first."""
+        with (self.path / LOCK).open("w", encoding="utf-8") as file:
+            try:
+                if fcntl is not None:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when the process ends, however it does
+            except OSError as error:
+                raise SecateurError(
+                    f"Another process is training in {self.path}. Wait for it, or name another folder with --out."
+                ) from error
+            self._recover()
+            yield
 
     def _recover(self) -> None:
         """Put back what was moved aside when the run was killed before the new one stood in its place; then forget what

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -23,6 +24,12 @@ Tell = Callable[[Trainer, float], None]
 
 def run(trainer: Trainer, folder: RunFolder, tell: Tell = lambda *_: None) -> dict[str, Any]:
     """Train to the end, or until the time is up; continue from a checkpoint if there is one. The summary."""
+    with folder.held() if trainer.accelerator.is_main_process else nullcontext():
+        trainer.accelerator.wait_for_everyone()  # until the folder is in order
+        return _run(trainer, folder, tell)
+
+
+def _run(trainer: Trainer, folder: RunFolder, tell: Tell) -> dict[str, Any]:
     wanted, how, progress = trainer.experiment, trainer.execution, trainer.progress
     if how.tracker:
         trainer.accelerator.init_trackers("secateur", config={k: str(v) for k, v in asdict(wanted).items()})

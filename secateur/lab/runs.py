@@ -56,25 +56,34 @@ class FinishedRun:
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[FinishedRun], list[Path]]:
     """Every run in these folders and below them, or in these files, in order; and the folders of unfinished ones."""
-    folders: dict[Path, Path] = {}
-    kept: list[FinishedRun] = []
+    known: set[Path] = set()  # named twice, read once
+    finished: list[FinishedRun] = []
+    unfinished: list[Path] = []
     for path in paths:
         if path.is_file():
-            kept += read_kept(path)
+            finished += [] if path.resolve() in known else read_kept(path)
+            known.add(path.resolve())
             continue
-        if not path.is_dir():
-            raise ComparisonError(
-                f"There is no folder {path}. Give folders that `secateur train` or `sweep` wrote, or files of `compare"
-                " --json`."
-            )
-        found = list(run_folders(path))
-        if not found:
-            raise ComparisonError(f"There is no run in {path} or below it: a run's folder holds a {CONFIG}.")
-        for folder in found:
-            folders.setdefault(folder.resolve(), folder)  # named twice, read once
-    finished = [folder for folder in folders.values() if (folder / SUMMARY).is_file()]
-    unfinished = [folder for folder in folders.values() if folder not in finished]
-    return kept + [read_run(folder) for folder in finished], unfinished
+        for folder in _folders(path):
+            if folder.resolve() not in known:
+                known.add(folder.resolve())
+                if (folder / SUMMARY).is_file():
+                    finished.append(read_run(folder))
+                else:
+                    unfinished.append(folder)
+    return finished, unfinished
+
+
+def _folders(path: Path) -> list[Path]:
+    if not path.is_dir():
+        raise ComparisonError(
+            f"There is no folder {path}. Give folders that `secateur train` or `sweep` wrote, or files of `compare"
+            " --json`."
+        )
+    found = list(run_folders(path))
+    if not found:
+        raise ComparisonError(f"There is no run in {path} or below it: a run's folder holds a {CONFIG}.")
+    return found
 
 
 def run_folders(path: Path) -> Iterator[Path]:
@@ -98,16 +107,17 @@ def read_kept(path: Path) -> list[FinishedRun]:
     found = _mapping(path).get("runs")
     if not isinstance(found, list) or not found:
         raise ComparisonError(f"{path} holds no runs. Give a file that `secateur compare --json` wrote, or folders.")
+    return [_kept_run(path, run) for run in found]
+
+
+def _kept_run(path: Path, run: Any) -> FinishedRun:
     try:
-        return [
-            _run(
-                Path(run["folder"]), run["settings"], run["summary"],
-                [*run["evaluations"], *({"step": step, "sparsity": gone} for step, gone in run["path"])],
-            )
-            for run in found
-        ]  # fmt: skip
+        settings, summary = dict(run["settings"]), dict(run["summary"])
+        path_taken = [{"step": step, "sparsity": gone} for step, gone in run["path"]]
+        lines, folder = [*map(dict, run["evaluations"]), *path_taken], Path(run["folder"])
     except (KeyError, TypeError, ValueError) as error:
         raise ComparisonError(f"{path} is not as `secateur compare --json` writes it: {error!r}.") from error
+    return _run(folder, settings, summary, lines)
 
 
 def _run(folder: Path, settings: dict[str, Any], summary: dict[str, Any], lines: list[dict[str, Any]]) -> FinishedRun:
@@ -140,7 +150,10 @@ def _evaluation(line: dict[str, Any]) -> Evaluation:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    found = _json(path, path.read_text(encoding="utf-8"))
+    try:
+        found = _json(path, path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ComparisonError(f"{path} is no text. Give folders of runs, or files of `compare --json`.") from error
     if not isinstance(found, dict):
         raise ComparisonError(f"{path} holds no JSON object. Was it written by `secateur train`?")
     return found

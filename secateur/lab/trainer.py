@@ -104,7 +104,8 @@ class Trainer:
         they are in training."""
         if self.accelerator.distributed_type == "FSDP":
             return self.model
-        model: nn.Module = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        model: nn.Module = self.accelerator.unwrap_model(self.model)
+        model = getattr(model, "_orig_mod", model)
         if self.accelerator.num_processes > 1:
             for buffer in model.buffers():
                 torch.distributed.broadcast(buffer, 0)

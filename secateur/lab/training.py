@@ -84,7 +84,7 @@ def train(plan: Plan, corpus: Corpus, score: str | None, progress: Callable[[Run
     begin, end = plan.ramp
     schedule = late_cubic(plan.sparsity, begin=begin, end=end)
     pruner = Pruner(model, optimizer, score=score, sparsity=schedule, every=plan.every) if score else None
-    watched = {begin - begin % plan.every + plan.every, (begin + end) // 2 // plan.every * plan.every, end}
+    watched = {(begin + (end - begin) * part // 4) // plan.every * plan.every for part in (2, 3, 4)}
     run = Run(score or "dense")
     data = batches(corpus.train, plan.batch, plan.shape.context, plan.seed)
     began = time.perf_counter()
