@@ -28,6 +28,7 @@ SMALL = {
     "warmup": 1,
     "begin": 0.0,
     "end": 1.0,
+    "until": 1.0,
     "evaluate_every": 1,
     "evaluation": 1,
 }
