@@ -40,7 +40,7 @@ def test_the_table_tells_what_happened(shown: Shown) -> None:
         assert run.report is not None
         assert run.report.pruned == round(0.8 * run.report.prunable)
         assert re.search(rf"{run.name} +{run.perplexity:.3f} +80.000\d% +75.82\d\d%", printed)
-        assert [snapshot.step for snapshot in run.snapshots] == [10, 24]
+        assert [snapshot.step for snapshot in run.snapshots] == [10, 20, 30]
     assert dense.loss[-1] < dense.loss[0]
     assert f"Report: {path.resolve()}" in printed
 

@@ -75,7 +75,7 @@ def test_grids_that_cannot_be(text: str, said: str, tmp_path: Path) -> None:
 def test_none_is_a_value_of_an_axis(tmp_path: Path) -> None:
     path = tmp_path / "grid.toml"
     path.write_text(
-        BASE + 'sparsity = 0.5\n[axes]\nscore = ["dense", "magnitude"]\nregrow = ["none", "random"]\n'
+        BASE + 'sparsity = 0.5\nuntil = 0.9\n[axes]\nscore = ["dense", "magnitude"]\nregrow = ["none", "random"]\n'
         'allocation = ["none", "erk"]\nseed = [0]', encoding="utf-8",
     )  # fmt: skip
     found = {cell.name: cell.experiment for cell in cells_of(path)[1]}
@@ -98,7 +98,7 @@ def test_a_dense_run_is_there_once(tmp_path: Path) -> None:
     path = tmp_path / "grid.toml"
     text = (
         BASE.replace("every = 3\n", "")
-        + 'regrow = "random"\n[axes]\nscore = ["dense", "magnitude"]\nsparsity = [0.5]\n'
+        + 'regrow = "random"\nuntil = 0.9\n[axes]\nscore = ["dense", "magnitude"]\nsparsity = [0.5]\n'
     )
     path.write_text(text + 'every = [2, 3]\nscope = ["model", "layer"]\n', encoding="utf-8")
     _, cells = cells_of(path)
