@@ -128,6 +128,18 @@ def test_shares_of_a_sweep_make_the_whole(grid: Path, tmp_path: Path, capsys: py
         assert "the second of three" in capsys.readouterr().err
 
 
+def test_numbers_only(grid: Path, tmp_path: Path) -> None:
+    for name, more in (("whole", []), ("lean", ["--numbers-only"])):
+        assert main(["sweep", str(grid), "--out", str(tmp_path / name), "--cpu", "--part", "1/2", *more]) == 0
+    found = {
+        name: {p.name for p in (tmp_path / name / "score=magnitude-seed=0").iterdir()} for name in ("whole", "lean")
+    }
+    assert found["whole"] - found["lean"] == {"checkpoint", "best"}
+    assert (
+        main(["sweep", str(grid), "--out", str(tmp_path / "lean"), "--cpu"]) == 0
+    )  # the finished one is not begun again
+
+
 def test_killed_and_continued(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Killed as soon as one cell is done; then the other is done too, and the first is not done again."""
     assert main(["sweep", str(grid), "--out", str(tmp_path / "whole"), "--cpu"]) == 0

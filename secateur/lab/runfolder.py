@@ -75,6 +75,11 @@ class RunFolder:
         """The last checkpoint, if there is one."""
         return self.path / CHECKPOINT if (self.path / CHECKPOINT).is_dir() else None
 
+    def forget_weights(self) -> None:
+        """Keep the numbers of a finished run and none of its weights."""
+        for name in (CHECKPOINT, BEST):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+
     def rewind(self, step: int) -> None:
         """Forget numbers of steps that come after this one, which will be taken again."""
         path = self.path / METRICS

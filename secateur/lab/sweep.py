@@ -45,6 +45,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         "--part", type=part, metavar="K/N", help="only the K-th of N shares of the runs, as for N machines"
     )
     parser.add_argument("--checkpoint-every", type=positive, default=500, metavar="STEPS", help="(500)")
+    parser.add_argument("--numbers-only", action="store_true", help="keep no weights of finished runs, which take room")
     parser.add_argument("--cpu", action="store_true", help="even if there is a GPU")
     parser.set_defaults(run=run_sweep)
 
@@ -99,7 +100,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
 
 
 def run_cell(
-    config: Mapping[str, Any], folder: str, cpu: bool, checkpoint_every: int, read: Callable[[str], Any] | None = None
+    config: Mapping[str, Any],
+    folder: str,
+    cpu: bool,
+    checkpoint_every: int,
+    numbers_only: bool,
+    read: Callable[[str], Any] | None = None,
 ) -> dict[str, Any]:
     """One cell from its beginning, or from where it stopped, to its summary; `read` has its data."""
     from secateur.lab.runfolder import SUMMARY, RunFolder
@@ -113,7 +119,10 @@ def run_cell(
     if place.finished:
         found: dict[str, Any] = json.loads((Path(folder) / SUMMARY).read_text(encoding="utf-8"))
         return found
-    return run(trainer, place)
+    found = run(trainer, place)
+    if numbers_only:
+        place.forget_weights()
+    return found
 
 
 def one_after_another(cells: list[Cell], work: Callable[[Cell], dict[str, Any]]) -> None:
@@ -132,8 +141,9 @@ def run_sweep(options: argparse.Namespace) -> int:
     out = options.out or Path("sweeps") / options.grid.stem
     print(f"secateur: {len(cells)} runs over {', '.join(axes)}, in {out}", file=sys.stderr)
 
-    def arguments(cell: Cell) -> tuple[dict[str, Any], str, bool, int]:
-        return asdict(cell.experiment), str(out / cell.name), options.cpu, options.checkpoint_every
+    def arguments(cell: Cell) -> tuple[dict[str, Any], str, bool, int, bool]:
+        how = options.cpu, options.checkpoint_every, options.numbers_only
+        return asdict(cell.experiment), str(out / cell.name), *how
 
     if options.engine == "ray":
         from secateur.lab.on_ray import on_ray
