@@ -158,7 +158,10 @@ def test_the_json_holds_every_number(tmp_path: Path, capsys: pytest.CaptureFixtu
     file = tmp_path / "numbers.json"
     assert command(capsys, tmp_path / "runs", "--json", file)[0] == 0
     plain = json.loads(file.read_text())
-    assert plain == json.loads(compared(tmp_path / "runs").to_json())
+    numbers = json.loads(compared(tmp_path / "runs").to_json())
+    assert {name: plain[name] for name in numbers} == numbers
+    assert plain["command"].startswith("secateur compare")
+    assert plain.keys() - numbers.keys() >= {"date", "commit", "hardware", "versions"}
     values = {
         entry["label"]: {int(seed): value for seed, value in entry["values"].items()}
         for entry in plain["tables"][0]["entries"]

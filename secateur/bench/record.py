@@ -84,24 +84,27 @@ def measured_by(options: argparse.Namespace) -> str:
     return given.replace(f" --out {shlex.quote(str(options.out))}", "") if options.out else given
 
 
-def save(theme: str, data: dict[str, Any], options: argparse.Namespace, device: torch.device) -> Path:
-    """Write <theme>_<hardware>_<date>.json, whole or not at all."""
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    record = {
+def about(theme: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What every record begins with: which command made it, when, with what and on what."""
+    return {
         "theme": theme,
-        "date": today,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": measured_by(options),
         "commit": commit(),
         "hardware": hardware(device),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
         "load_at_start": round(LOAD_AT_START, 2),
         "versions": versions(),
-        **data,
     }
+
+
+def save(theme: str, data: dict[str, Any], options: argparse.Namespace, device: torch.device) -> Path:
+    """Write <theme>_<hardware>_<date>.json, whole or not at all."""
+    record = about(theme, options, device) | data
     folder = options.out or results_folder()
     folder.mkdir(parents=True, exist_ok=True)
     slug = re.sub(r"[^a-z0-9]+", "-", record["hardware"].lower()).strip("-")
-    path: Path = folder / f"{theme}_{slug}_{today}.json"
+    path: Path = folder / f"{theme}_{slug}_{record['date']}.json"
     if BUSY and not path.exists():
         print(f"secateur: other work was running (load {LOAD_AT_START:.1f}): do not trust the times", file=sys.stderr)
     write(path, json.dumps(record, indent=1) + "\n")

@@ -6,11 +6,14 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from secateur.bench import record
 from secateur.errors import ComparisonError
 from secateur.lab.fairness import differing, texts
 from secateur.lab.files import check_place, write
@@ -53,11 +56,12 @@ class Comparison:
         """How the numbers of all tables came about."""
         return explanations(self.tables, self.measure)
 
-    def to_json(self) -> str:
+    def to_json(self, about: Mapping[str, Any] | None = None) -> str:
         """All numbers, those of every seed too, a run on a line; `secateur compare` reads them again. What is not
-        finite is null."""
+        finite is null. `about` says who made the file; each run says of itself what it ran on."""
         runs = [{"row": row.label, **_plain_run(run)} for row in self.rows for run in row.runs]
         plain = {
+            **(about or {}),
             "axes": self.axes,
             "baseline": self.baseline,
             "shared": self.shared,
@@ -148,7 +152,7 @@ def run_compare(options: argparse.Namespace) -> int:
     found = compare(runs, kept_by if by is None else by, options.baseline or kept_baseline)
     print(found)
     if options.json:
-        write(options.json, found.to_json())
+        write(options.json, found.to_json(record.about("compare", options, torch.device("cpu"))))
     if options.out:
         library("matplotlib", "The page", "'secateur[lab]'")
         from secateur.lab import figures
