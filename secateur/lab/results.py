@@ -21,9 +21,7 @@ from secateur.lab.statistics import exponential, percent
 from secateur.lab.tables import BASELINE, Entry
 
 PREFIX = "campaign-"
-RIVAL = (
-    "score=magnitude"  # what rows are compared with: the one that agrees with a row in all else, if there are several
-)
+RIVAL = "score=magnitude"  # the score to beat: of several rows, each has the one that agrees with it in all else
 FIGURES = ROOT / "docs" / "figures"
 
 
@@ -82,26 +80,24 @@ def _judged(entry: Entry, measure: Measure) -> tuple[str, str]:
 def source(found: Comparison) -> str:
     """Where the numbers come from, in a line."""
     runs = [run for row in found.rows for run in row.runs]
-    said = {
-        key: ", ".join(sorted({str(run.summary[key]) for run in runs})) for key in ("hardware", "commit")
-    }  # fmt: skip
-    torch = ", ".join(sorted({str(run.summary["versions"]["torch"]) for run in runs}))
-    return f"{len(runs)} runs; {said['hardware']}; torch {torch}; commit {said['commit']}"
+    hardware, commit = (", ".join(sorted({run.summary[key] for run in runs})) for key in ("hardware", "commit"))
+    torch = ", ".join(sorted({run.summary["versions"]["torch"] for run in runs}))
+    return f"{len(runs)} runs; {hardware}; torch {torch}; commit {commit}"
 
 
 def picture(found: Comparison) -> str:
-    """Every pruned row against the baseline, seed by seed, with the mean and its interval: an SVG."""
+    """Every row against the baseline, seed by seed, with the mean and its interval: an SVG."""
     from secateur.lab.page import figure
 
-    measure = found.measure
-    shares = [(entry.label, entry, percent(entry.difference, logarithmic=measure.logarithmic))
-              for entry in entries(found) if entry.difference]  # fmt: skip
-    shown = [(label, entry, share) for label, entry, share in shares if math.isfinite(share.mean)][::-1]
-    base = {entry.label: entry.qualities for entry in entries(found)}
-    names = without_common([label for label, _, _ in shown])
+    measure, whole = found.measure, entries(found)
+    compared = [(entry, entry.difference) for entry in whole if entry.difference][::-1]
+    shares = [(entry, percent(difference, logarithmic=measure.logarithmic)) for entry, difference in compared]
+    shown = [(entry, share) for entry, share in shares if math.isfinite(share.mean)]
+    base = {entry.label: entry.qualities for entry in whole}
+    names = without_common([entry.label for entry, _ in shown])
 
     def draw(axes: Any) -> None:
-        for place, (_, entry, share) in enumerate(shown):
+        for place, (entry, share) in enumerate(shown):
             low, high = share.interval or (share.mean, share.mean)
             axes.plot([low, high], [place, place], color="#9ca3af", linewidth=5, alpha=0.6, solid_capstyle="butt")
             ours, theirs = entry.qualities, base[entry.baseline or ""]
