@@ -86,17 +86,16 @@ def adamw(parts: Sequence[Part], hyper: Hyper, soft: Tensor | None = None) -> No
 
 
 def numbers(hyper: Hyper, step: float) -> list[float]:
-    """Decay, betas, step size, one over the root of v's bias, eps, sign, theta, and one less each beta.
+    """Decay, betas, step size, one over the root of v's bias, eps, sign, theta, one less each beta, and that root.
 
-    Rounded to fp32 where torch's fused step does, so that both walk the same way; only the bias of v is a factor here
-    and a divisor there, since a second quotient per weight would cost a fifth of the step.
+    Rounded to fp32 where torch's fused step does, so that both walk the same way.
     """
     rate, beta1, beta2 = _single(hyper.lr), _single(hyper.beta1), _single(hyper.beta2)
     size = rate / _single(1 - beta1**step)
-    root = _single(1 - beta2**step) ** 0.5
+    root = _single(_single(1 - beta2**step) ** 0.5)
     sign = -1.0 if hyper.maximize else 1.0
     decay = rate * _single(hyper.weight_decay)
-    return [decay, beta1, beta2, size, 1 / root, hyper.eps, sign, hyper.theta, 1 - beta1, 1 - beta2]
+    return [decay, beta1, beta2, size, 1 / root, hyper.eps, sign, hyper.theta, 1 - beta1, 1 - beta2, root]
 
 
 def _single(value: float) -> float:
