@@ -91,8 +91,8 @@ def numbers(hyper: Hyper, step: float) -> list[float]:
     Rounded to fp32 where torch's fused step does, so that both walk the same way.
     """
     rate, beta1, beta2 = _single(hyper.lr), _single(hyper.beta1), _single(hyper.beta2)
-    size = rate / _single(1 - beta1**step)
-    root = _single(_single(1 - beta2**step) ** 0.5)
+    size = rate / _single(1 - _single(beta1**step))
+    root = _single(_single(1 - _single(beta2**step)) ** 0.5)
     sign = -1.0 if hyper.maximize else 1.0
     decay = rate * _single(hyper.weight_decay)
     return [decay, beta1, beta2, size, 1 / root, hyper.eps, sign, hyper.theta, 1 - beta1, 1 - beta2, root]
