@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from secateur.errors import FactError
+from secateur.pieces import sent
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -38,7 +39,7 @@ def draw(batches: Iterable[Batch] | Tensor, limit: int | None = None) -> list[Ba
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on the device, whatever holds them."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return sent(batch, device)
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from secateur.errors import FactError
-from secateur.pieces import Piece, Where, flat_part
+from secateur.pieces import Piece, Where, flat_part, sent
 from secateur.registry import SCALAR_FACTS, Score, resolve, scores
 from secateur.shards import ALONE, Peers, is_sharded, local, placement
 from secateur.sites import Site
@@ -175,7 +175,7 @@ def evaluator(score: Score, facts: Mapping[str, Any], first: int, device: torch.
                 numbers = torch.arange(where.start, where.stop, device=device) if isinstance(where, slice) else where
                 values[name] = numbers.to(device) + first
             else:
-                values[name] = flat_part(fact, where).to(device, non_blocking=True).float()
+                values[name] = sent(flat_part(fact, where), device).float()
         return score(**values).float()
 
     return evaluate

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from secateur.blocks import find_blocks, standing_in
 from secateur.calibration import Batch, Loss, to_device
 from secateur.errors import ModelError
+from secateur.pieces import sent
 from secateur.sites import Site
 
 Deliver = Callable[[Tensor, Tensor], None]  # a parameter and its gradient on the device
@@ -27,7 +28,7 @@ class _Carried(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, device: torch.device, deliver: Deliver | None) -> Tensor:
         ctx.parameter, ctx.deliver = parameter, deliver
-        return parameter.detach().to(device, copy=True, non_blocking=True)
+        return sent(parameter.detach(), device, copy=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:

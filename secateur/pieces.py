@@ -21,6 +21,12 @@ LOWEST_KEY, HIGHEST_KEY = -0x7F800001, 0x7F800000  # of -inf and +inf; NaN lies 
 DEAD_KEY = LOWEST_KEY - 1  # of a weight that does not compete: below all that do, outside every bracket
 
 
+def sent(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
+    """The tensor on a device, without waiting for it: a device does one thing after another. The host does not, and is
+    waited for, or it would read what lay in that memory before."""
+    return tensor.to(device, copy=copy, non_blocking=device.type != "cpu")
+
+
 def flat_part(tensor: Tensor, where: Where) -> Tensor:
     """Some places of a tensor in flat order. Only a part is copied when the tensor is strided or expanded."""
     if tensor.is_contiguous():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import secateur as sc
 from secateur import ferry, passage
@@ -50,6 +51,31 @@ def test_streamed_or_not_is_the_same(name: str, case: str) -> None:
         assert parameter.data_ptr() == homes[key]
         assert parameter.grad is None
     assert not any("forward" in vars(module) for module in there.modules())
+
+
+class Sendings(TorchFunctionMode):
+    """Tensors that are sent to the host without waiting for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found, self.sent = [], 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.to and (kwargs or {}).get("non_blocking"):
+            self.found += [result.shape] if result.device.type == "cpu" else []
+        self.sent += func is Tensor.to
+        return result
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_goes_to_the_host_is_waited_for(case: str) -> None:
+    """torch pins the memory for it, so whoever reads at once reads what was there before."""
+    work, settings = CASES[case]
+    with Sendings() as sendings:
+        work(build("llama"), IDS.split(2), device="cpu:0", **settings)
+    assert sendings.sent
+    assert not sendings.found
 
 
 def test_one_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import secateur as sc
+from secateur.facts import evaluator
 from secateur.gradients import gather_gradients
+from secateur.registry import resolve
 from secateur.shelf import Shelf
 from secateur.sites import find_sites
 from secateur.subject import Subject
@@ -76,6 +78,15 @@ def test_statistics_on_the_shelf_are_those_on_the_device() -> None:
             for name, facts in right.items():
                 for key, statistic in facts.items():
                     assert torch.equal(found[name][key].cuda(), statistic), (name, key, dtype, room)
+
+
+def test_facts_of_a_busy_device_are_waited_for_on_the_host() -> None:
+    fact = torch.rand(1 << 20, device="cuda")
+    right = fact.cpu()
+    torch.cuda._sleep(1 << 30)  # half a second: what is copied now is copied late
+    fact.mul_(2)
+    score = evaluator(resolve("wanda"), {"weight": torch.ones(1 << 20), "input_norm": fact}, 0, torch.device("cpu"))
+    assert torch.equal(score(slice(0, 1 << 20)), 2 * right)
 
 
 def test_what_is_fetched_ahead_is_what_was_put_back() -> None:

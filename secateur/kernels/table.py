@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from secateur.kernels.fusing import GIVEN, Fused, Plan, fuse, plan_for
-from secateur.pieces import Piece
+from secateur.pieces import Piece, sent
 
 TILE = 4096  # weights per program: 32 for each of 128 threads
 
@@ -70,7 +70,7 @@ def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         here = here.pin_memory() if device.type == "cuda" else here
     else:
         here = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-    return here.to(device, non_blocking=True)
+    return sent(here, device)
 
 
 class Laid(NamedTuple):
@@ -167,7 +167,7 @@ def _scales(scales: Sequence[Any], device: torch.device) -> Tensor:
     """The scale of every piece; those that are tensors on the device never visit the host."""
     if not any(isinstance(scale, Tensor) for scale in scales):
         return _numbers(tuple(scales), device)
-    tensors = [torch.as_tensor(scale, dtype=torch.float64).to(device, non_blocking=True) for scale in scales]
+    tensors = [sent(torch.as_tensor(scale, dtype=torch.float64), device) for scale in scales]
     return torch.stack(tensors).float()
 
 
