@@ -37,7 +37,8 @@ class Pruner:
     the schedule ends, masks are brought to the sparsity the schedule asks for, to the weight; after each step pruned
     weights and their optimizer state are zero. A step that a GradScaler skipped does not count.
 
-    `score` is a name, a name with options ("variance(q=0.375)") or a function registered with `@secateur.score`.
+    `score` is a name, a name with options ("variance(q=0.375)") or a function registered with `@secateur.score`; the
+    default is what docs/results.md found best where much is pruned, and no worse elsewhere.
     `sparsity` is a number or a schedule; None lets an n:m `pattern` decide. `scope`, `pattern` and `allocation` are
     those of docs/selection.md. `skip` and `only` are globs of parameter or module names.
 
@@ -51,7 +52,7 @@ class Pruner:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        score: str | Callable[..., Tensor] | Score = "bitter7",
+        score: str | Callable[..., Tensor] | Score = "variance",
         sparsity: float | Schedule | None = 0.5,
         every: int = 100,
         scope: str = "model",

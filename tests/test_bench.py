@@ -22,6 +22,7 @@ TOY = {
     "accuracy": "--up-to 100000 --draws 3 --updates 4",
     "step": "--device cpu --dim 32 --layers 2 --calls 2 --rounds 1",
     "train": "--device cpu --tiny --modes eager --methods bitter7-own --repeats 1",
+    "pace": "--device cpu --tiny --modes eager --methods bitter7 bitter7-own",
     "scale": "--device cpu --up-to 1000000 --calls 1",
     "probe": "--device cpu --shape tiny --sequences 4 --length 12 --batches 1 2",
     "quality": "--device cpu --model model --text text.txt --context 16 --windows 9 --sparsities 0.5",
@@ -32,6 +33,7 @@ KEYS = {
     "accuracy": {"seed", "draws", "updates", "results"},
     "step": {"seed", "dim", "layers", "weights", "bandwidth", "agreement", "milliseconds", "floor_ms", "right"},
     "train": {"seed", "plan", "tokens", "cells"},
+    "pace": {"seed", "plan", "tokens", "rows"},
     "scale": {"seed", "sparsity", "dtype", "bandwidth", "sizes"},
     "probe": {"seed", "shape", "prunable", "passes", "recommended", "jobs"},
     "quality": {"seed", "model", "context", "windows", "dense", "cells"},
@@ -70,7 +72,7 @@ def bench(name: str, folder: Path) -> dict[str, Any]:
 def test_a_benchmark_writes_a_whole_record(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    if name in ("train", "probe", "quality"):
+    if name in ("train", "pace", "probe", "quality"):
         pytest.importorskip("transformers", reason="the models come from transformers, which is not installed")
     if name == "quality":
         request.getfixturevalue("model_and_text")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from secateur.bench import accuracy, cell, forms, measuring, scale, select, select_gpu, step, tables, train
+from secateur.bench import accuracy, cell, forms, measuring, pace, scale, select, select_gpu, step, tables, train
 
 CPU = torch.device("cpu")
 
@@ -137,3 +137,15 @@ def test_tables_render_from_records_of_the_right_hardware(tmp_path: Path, monkey
     assert "threads" not in text
     assert "| torch fused, dense | 2.000 | 1.00x | 1.000 | 2.00x |" in text
     assert tables.filled(text) == text
+
+
+def test_a_pace_is_told_round_by_round() -> None:
+    """Both were twice as slow in the second round: of no matter."""
+    common = {"mode": "compile", "finite": True, "exact": True, "pruned": 0}
+    rows = [
+        {**common, "method": "dense", "step_ms": [10.0, 20.0, 10.0]},
+        {**common, "method": "bitter7-own", "step_ms": [10.1, 20.2, 10.3]},
+    ]
+    assert [line[2:5] for line in pace.table(rows)[1]] == [("1.000x",) * 3, ("1.010x", "1.010x", "1.030x")]
+    for spoiled in ({"exact": False}, {"finite": False}):
+        assert pace.table([rows[0], {**rows[1], **spoiled}])[1][1][2] == "not comparable"

@@ -181,11 +181,11 @@ def measure(plan: Plan, mode: str, method: str) -> dict[str, Any]:
         "shares": shares,
         "losses": [float(losses[0]), float(losses[-1])],
         "finite": bool(losses.isfinite().all()),
-        **_sparsity(training.pruner),
+        **pruned_as_asked(training.pruner),
     }
 
 
-def _sparsity(pruner: Pruner | None) -> dict[str, Any]:
+def pruned_as_asked(pruner: Pruner | None) -> dict[str, Any]:
     """What was asked at the end and what was done; a dense cell has nothing to be exact about."""
     if pruner is None:
         return {"prunable": None, "pruned": 0, "exact": True, "updates": 0}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import secateur
-from secateur.bench import accuracy, probe, quality, scale, select, select_gpu, step, train
+from secateur.bench import accuracy, pace, probe, quality, scale, select, select_gpu, step, train
 from secateur.bench.record import ROOT, results_folder
 from secateur.lab import results
 from secateur.registry import resolve
@@ -91,6 +91,7 @@ PARTS: dict[str, Callable[[], str]] = {
         "accuracy", CPU, lambda found: [markdown_table(*accuracy.table(found["results"], found["updates"]))]
     ),
     "demo": lambda: part("demo", CPU, lambda found: [markdown_table(found["header"], found["rows"])]),
+    "pace": lambda: part("pace", GPU, lambda found: [markdown_table(*pace.table(found["rows"]))]),
     "probe": lambda: part(
         "probe",
         GPU,

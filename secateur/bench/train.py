@@ -34,21 +34,26 @@ LABELS = {OWN: "bitter7, secateur.optim.AdamW"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    add_plan(parser)
+    parser.add_argument("--repeats", type=positive, default=2, help="dense cells in each mode, to show the noise (2)")
+    record.add_options(parser)
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """What is trained and how: also for `secateur bench pace`."""
     add_device(parser)
     parser.add_argument("--batch", type=positive, help="sequences in a step (16)")
     parser.add_argument("--steps", type=positive, help="timed steps (200)")
     parser.add_argument("--every", type=positive, help="steps between mask updates (50)")
-    parser.add_argument("--repeats", type=positive, default=2, help="dense cells in each mode, to show the noise (2)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="(both)")
     parser.add_argument(
         "--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="besides dense (all)"
     )
     parser.add_argument("--tiny", action="store_true", help="two layers of width 64 and a few steps: does it run?")
-    record.add_options(parser)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measure, print, save."""
+def plan_of(options: argparse.Namespace) -> Plan:
+    """The plan that was asked for, once it is known that it can be carried out."""
     device = device_of(options)
     chosen = {
         name: getattr(options, name) or value for name, value in DEFAULTS["tiny" if options.tiny else "full"].items()
@@ -60,7 +65,13 @@ def run(options: argparse.Namespace) -> int:
         raise SecateurError(
             f"--steps {plan.steps} must be a multiple of --every {plan.every}: whole periods are timed."
         )
-    load_gpt2()  # says what is lacking before any cell starts
+    load_gpt2()  # says what is lacking before anything starts
+    return plan
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, save."""
+    plan = plan_of(options)
     others = [method for method in options.methods if method != DENSE]
     order = [DENSE, *others, *[DENSE] * (options.repeats - 1)]
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     data = {"seed": 0, "plan": asdict(plan), "tokens": plan.tokens, "cells": cells}
     print(text_table(*table(cells)), end="\n\n")
     theme = "train" if set(options.modes) == set(MODES) else f"train-{options.modes[0]}"
-    print(record.save(theme, data, options, device))
+    print(record.save(theme, data, options, device_of(options)))
     return 0
 
 
