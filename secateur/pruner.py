@@ -37,8 +37,8 @@ class Pruner:
     the schedule ends, masks are brought to the sparsity the schedule asks for, to the weight; after each step pruned
     weights and their optimizer state are zero. A step that a GradScaler skipped does not count.
 
-    `score` is a name, a name with options ("variance(q=0.375)") or a function registered with `@secateur.score`; the
-    default is what docs/results.md found best where much is pruned, and no worse elsewhere.
+    `score` is a name, a name with options ("variance(q=0.375)") or a function registered with `@secateur.score`; why
+    the default is what it is, docs/results.md says.
     `sparsity` is a number or a schedule; None lets an n:m `pattern` decide. `scope`, `pattern` and `allocation` are
     those of docs/selection.md. `skip` and `only` are globs of parameter or module names.
 

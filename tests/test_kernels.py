@@ -20,7 +20,7 @@ from secateur import kernels
 from secateur.errors import ScoreError
 from secateur.kernels import pipeline, sizing
 from secateur.kernels.fusing import plan_for
-from secateur.kernels.parts import Part
+from secateur.kernels.parts import Hyper, Part
 from secateur.patterns import choose
 from secateur.registry import resolve
 from secateur.shards import ALONE
@@ -276,6 +276,21 @@ def test_a_prepared_step_is_dropped_when_anything_it_rests_on_changes(monkeypatc
     assert all(torch.equal(a, b) for a, b in zip(run(forget=False), expected, strict=True))
     # At first; for the mask; for the loaded state; and of the first group alone: new data, foreach on and off.
     assert len(prepared) == 2 + 2 + 2 + 3
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9, 0.999, 1 - 1e-8])
+@pytest.mark.parametrize("step", [1.0, 2.0, 10.0, 1e6])
+def test_biases_are_those_of_torchs_fused_step(beta: float, step: float) -> None:
+    """Powers are rounded before they are taken from one, but a beta that fp32 takes for one leaves something."""
+    from secateur.kernels import steps
+
+    hyper = Hyper(1e-3, beta, beta, 1e-8, 0.1, False, False, 0.0)
+    _, _, _, size, inverse, *_, root = steps.numbers(hyper, step)
+    power = float(torch.tensor(beta, dtype=torch.float32) ** step)
+    bias = float(torch.tensor(1.0) - torch.tensor(power)) if beta < 0.9999 else 1 - beta**step
+    assert size == pytest.approx(1e-3 / bias, rel=1e-6)
+    assert root == pytest.approx(bias**0.5, rel=1e-6)
+    assert inverse * root == pytest.approx(1)
 
 
 @pytest.mark.parametrize("score", ["variance", "fisher", "bitter6", "bitter7(eps=0.0)"])

@@ -9,7 +9,7 @@ NAMES = {
     "accuracy": "how far a sampled threshold is off, and how that drifts",
     "step": "one step of AdamW: dense, masked, masked and clipped",
     "train": "GPT-2 training: eager and compiled, dense and pruned",
-    "pace": "the same side by side in one process: what pruning costs, to the hundredth",
+    "pace": "the same side by side in one process, taking turns: what pruning costs in time",
     "scale": "one mask update from a million weights to seven billion",
     "probe": "calibration on a large model: passes, the joint probe, five rounds; time and memory",
     "quality": "perplexity of a language model pruned after training, by every method",

@@ -1,4 +1,4 @@
-"""One cell of `secateur bench train`, in a process of its own: a GPT-2, a mode, a method, measured once."""
+"""A GPT-2 in training, by a mode and a method: one cell of `secateur bench train`, one runner of `bench pace`."""
 
 from __future__ import annotations
 

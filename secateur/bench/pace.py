@@ -1,4 +1,4 @@
-"""The pace of training GPT-2, dense and pruned, side by side: what a hundredth more or less can be told by.
+"""The pace of training GPT-2, dense and pruned, side by side: a price of a hundredth.
 
 All methods of a mode train in one process, in turn: a period of steps with its mask update of one, then of the next.
 So what differs between processes and machines, which may be more than the price of pruning, is the same for all. The
@@ -8,6 +8,7 @@ ratio of a period is to the dense period of the same round. `secateur bench trai
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, save."""
     plan = plan_of(options)
     methods = [DENSE, *(method for method in options.methods if method != DENSE)]
-    rows = [row for mode in options.modes for row in side_by_side(plan, mode, methods)]
+    rows = [row for mode in dict.fromkeys(options.modes) for row in side_by_side(plan, mode, methods)]
     print(text_table(*table(rows)), end="\n\n")
     data = {"seed": 0, "plan": asdict(plan), "tokens": plan.tokens, "rows": rows}
     print(record.save("pace", data, options, device_of(options)))
@@ -41,14 +42,15 @@ def run(options: argparse.Namespace) -> int:
 def side_by_side(plan: Plan, mode: str, methods: Sequence[str]) -> list[dict[str, Any]]:
     """Milliseconds a step of every method, period by period; two periods before do not count, nor one after, by which
     the masks must be what was asked for."""
-    torch._dynamo.reset()
+    _forget()
     trainings = {method: Training(plan, mode, method) for method in methods}
     for training in trainings.values():
         training.run(2 * plan.every)
     found: dict[str, list[float]] = {method: [] for method in methods}
-    for _ in range(plan.steps // plan.every):
-        for method, training in trainings.items():
-            found[method].append(round(training.seconds(plan.every) / plan.every * 1e3, 4))
+    for turn in range(plan.steps // plan.every):
+        for place in range(len(methods)):
+            method = methods[(turn + place) % len(methods)]  # each comes first in its turn
+            found[method].append(round(trainings[method].seconds(plan.every) / plan.every * 1e3, 4))
     for training in trainings.values():
         training.run(plan.every)
     return [
@@ -61,6 +63,14 @@ def side_by_side(plan: Plan, mode: str, methods: Sequence[str]) -> list[dict[str
         }
         for method, training in trainings.items()
     ]
+
+
+def _forget() -> None:
+    """Graphs and memory of the mode before."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def table(rows: Sequence[dict[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:

@@ -76,8 +76,9 @@ def _population(rows, owners, counts, DTYPE: tl.constexpr):
 
 @triton.jit
 def _quotient(value, divisor, inverse):
-    """value / divisor as IEEE 754 rounds it, by Markstein's theorem, in three fused steps where `inverse` is
-    1 / divisor: a quotient of the hardware's would cost a fifth of AdamW's step."""
+    """value / divisor as IEEE 754 rounds it, from 1 / divisor: a product, and its remainder by two fused steps. For a
+    divisor known before this is enough (Brisebarre, Muller and Raina 2004), and the usual division costs a fifth of
+    AdamW's step."""
     guess = value * inverse
     rest = tl.fma(-guess, divisor, value)
     return tl.where(rest == rest, tl.fma(rest, inverse, guess), guess)  # infinity leaves no rest

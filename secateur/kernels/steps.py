@@ -88,14 +88,19 @@ def adamw(parts: Sequence[Part], hyper: Hyper, soft: Tensor | None = None) -> No
 def numbers(hyper: Hyper, step: float) -> list[float]:
     """Decay, betas, step size, one over the root of v's bias, eps, sign, theta, one less each beta, and that root.
 
-    Rounded to fp32 where torch's fused step does, so that both walk the same way.
+    Rounded to fp32 where torch's fused step does, so that both walk the same way but for what CUDA's power is off by.
     """
     rate, beta1, beta2 = _single(hyper.lr), _single(hyper.beta1), _single(hyper.beta2)
-    size = rate / _single(1 - _single(beta1**step))
-    root = _single(_single(1 - _single(beta2**step)) ** 0.5)
+    size = rate / _bias(hyper.beta1, step)
+    root = _single(_bias(hyper.beta2, step) ** 0.5)
     sign = -1.0 if hyper.maximize else 1.0
     decay = rate * _single(hyper.weight_decay)
     return [decay, beta1, beta2, size, 1 / root, hyper.eps, sign, hyper.theta, 1 - beta1, 1 - beta2, root]
+
+
+def _bias(beta: float, step: float) -> float:
+    """1 - beta^step in fp32; in double where fp32 would take beta for one and leave nothing to divide by."""
+    return _single(1 - _single(_single(beta) ** step)) or 1 - beta**step
 
 
 def _single(value: float) -> float:
