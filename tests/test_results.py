@@ -35,7 +35,7 @@ def test_the_table_is_made_of_the_newest_record(record: Path) -> None:
     assert set(rows) == {f"score={name}" for name in (*LOSSES, "none")}
     assert "baseline" in rows["score=magnitude"]
     assert "better" in rows["score=variance"]
-    assert "6.7, 7.5, 8.0" in rows["score=variance"]  # exp of 1.9, 2.01, 2.08
+    assert "6.686, 7.463, 8.004" in rows["score=variance"]  # exp of 1.9, 2.01, 2.08
     assert "-9.8 %" in rows["score=variance"]  # exp of the mean of -0.1, -0.09 and -0.12, less 1
     assert f"figures/{NAME}.svg" in text
     assert "12 runs; one core; torch 2; commit abc" in text

@@ -64,7 +64,11 @@ def table(found: Comparison) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
 
 
 def _number(value: float, perplexity: bool) -> str:
-    return f"{value:.1f}" if perplexity else f"{value:.2%}"
+    """A share in percent; four digits of a perplexity, or as many as it has before the point and one."""
+    if not perplexity:
+        return f"{value:.2%}"
+    before = math.floor(math.log10(value)) if math.isfinite(value) else 0
+    return f"{value:.{max(1, 3 - before)}f}"
 
 
 def _judged(entry: Entry, measure: Measure) -> tuple[str, str]:
