@@ -37,8 +37,7 @@ class Pruner:
     the schedule ends, masks are brought to the sparsity the schedule asks for, to the weight; after each step pruned
     weights and their optimizer state are zero. A step that a GradScaler skipped does not count.
 
-    `score` is a name, a name with options ("variance(q=0.375)") or a function registered with `@secateur.score`; why
-    the default is what it is, docs/results.md says.
+    `score` is a name, a name with options ("variance(q=0.375)") or a function registered with `@secateur.score`.
     `sparsity` is a number or a schedule; None lets an n:m `pattern` decide. `scope`, `pattern` and `allocation` are
     those of docs/selection.md. `skip` and `only` are globs of parameter or module names.
 
@@ -52,7 +51,7 @@ class Pruner:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        score: str | Callable[..., Tensor] | Score = "variance",
+        score: str | Callable[..., Tensor] | Score = "bitter7",
         sparsity: float | Schedule | None = 0.5,
         every: int = 100,
         scope: str = "model",

@@ -20,7 +20,7 @@ COLUMNS: tl.constexpr = tl.constexpr(8)  # per tensor: up to five addresses, tha
 MASK: tl.constexpr = tl.constexpr(5)
 NUMEL: tl.constexpr = tl.constexpr(6)
 FIRST: tl.constexpr = tl.constexpr(7)
-NUMBERS: tl.constexpr = tl.constexpr(11)  # per tensor, see steps.numbers
+NUMBERS: tl.constexpr = tl.constexpr(10)  # per tensor, see steps.numbers
 
 BIT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -75,16 +75,6 @@ def _population(rows, owners, counts, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _quotient(value, divisor, inverse):
-    """value / divisor as IEEE 754 rounds it, from 1 / divisor: a product, and its remainder by two fused steps. For a
-    divisor known before this is enough (Brisebarre, Muller and Raina 2004), and the usual division costs a fifth of
-    AdamW's step."""
-    guess = value * inverse
-    rest = tl.fma(-guess, divisor, value)
-    return tl.where(rest == rest, tl.fma(rest, inverse, guess), guess)  # infinity leaves no rest
-
-
-@triton.jit
 def _adamw(
     rows, owners, numbers, soft,
     PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, STATE: tl.constexpr, MASKED: tl.constexpr,
@@ -108,7 +98,7 @@ def _adamw(
     largest = second
     if AMSGRAD:
         largest = tl.maximum(read(tl.load(row + 4), start, lane, valid, STATE, ALIGNED).to(tl.float32), second)
-    divisor = _quotient(tl.sqrt_rn(largest), tl.load(mine + 10), tl.load(mine + 4)) + tl.load(mine + 5)
+    divisor = tl.sqrt_rn(largest) * tl.load(mine + 4) + tl.load(mine + 5)
     parameter = parameter - tl.div_rn(tl.load(mine + 3) * first, divisor)
     if MASKED != 0:
         kept = _kept(row, start, lane, valid, MASKED, ALIGNED)
