@@ -51,7 +51,7 @@ class Pruner:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        score: str | Callable[..., Tensor] | Score = "bitter7",
+        score: str | Callable[..., Tensor] | Score = "variance",
         sparsity: float | Schedule | None = 0.5,
         every: int = 100,
         scope: str = "model",

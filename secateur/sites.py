@@ -44,6 +44,13 @@ class LeftOut:
     reason: str
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name without what compiling and checkpointing put into it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def find_sites(
     model: nn.Module, skip: Globs | None = (), only: Globs | None = None
 ) -> tuple[list[Site], list[LeftOut]]:
@@ -57,9 +64,7 @@ def find_sites(
     for module_name, module in model.named_modules(remove_duplicate=False):
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{module_name}.{leaf}" if module_name else leaf
-            for wrapper in WRAPPERS:
-                name = name.replace(wrapper, "")
-            named.setdefault(id(parameter), []).append((name, module, parameter))
+            named.setdefault(id(parameter), []).append((plain_name(name), module, parameter))
     _check_globs([name for uses in named.values() for name, _, _ in uses], (*skip, *(only or ())))
     heads = _heads(model, named.values())
     sites: list[Site] = []

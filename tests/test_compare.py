@@ -31,6 +31,25 @@ def test_the_table_says_what_the_seeds_say(tmp_path: Path) -> None:
     assert variance.difference.interval == pytest.approx((expected.low, expected.high))
 
 
+def test_what_differences_are_worth_stands_under_the_table_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = compared(make_sweep(tmp_path / "runs", LOSSES))
+    values = numpy.array(list(LOSSES.values()))
+    left = values - values.mean(0) - values.mean(1, keepdims=True) + values.mean()
+    deviation = math.sqrt((left**2).sum() / 4)
+    words = (
+        f"A run's perplexity falls {100 * deviation:.2g} % from where its row and seed put it"
+        " (standard deviation over all rows, 4 degrees of freedom): means over 3 seeds less than"
+    )
+    path = tmp_path / "numbers.json"
+    assert words in command(capsys, tmp_path / "runs", "--by", "score", "--json", path)[1]
+    assert words in render(found).replace("&#x27;", "'")
+    final, _, equal_seconds = json.loads(path.read_text())["tables"]
+    assert final["scatter"]["deviation"] == pytest.approx(deviation)
+    assert equal_seconds["scatter"] is None  # runs of a row may be at different steps there
+
+
 def test_higher_accuracy_is_better(tmp_path: Path) -> None:
     finals = {"magnitude": [0.5, 0.51, 0.52], "variance": [0.6, 0.62, 0.61]}
     found = compared(make_sweep(tmp_path, finals, quality_name="accuracy"))

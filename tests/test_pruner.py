@@ -35,6 +35,22 @@ FLAVOURS: dict[str, Any] = {
 }
 
 
+def test_the_defaults_are_what_the_campaign_found(block: Block) -> None:
+    """docs/results.md: score, q and scope follow from it."""
+    choices: list[dict[str, Any]] = [{}, {"score": "variance(q=1/4)", "scope": "model"}, {"score": "bitter7"}]
+    found = []
+    for options in choices:
+        torch.manual_seed(0)
+        model = copy.deepcopy(block)
+        optimizer = torch.optim.AdamW(model.parameters())
+        pruner = sc.Pruner(model, optimizer, sparsity=0.6, every=3, **options)
+        train(model, optimizer, 3, pruner.step)
+        found.append(torch.cat([mask.flatten() for mask in pruner.masks.values()]))
+    default, named, bitter7 = found
+    assert torch.equal(default, named)
+    assert not torch.equal(default, bitter7)
+
+
 @pytest.mark.parametrize("score", ["bitter7", "bitter5", "bitter8", "movement", "displacement", "random"])
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_two_lines_with_every_adam(flavour: str, score: str, block: Block) -> None:

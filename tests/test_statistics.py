@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from secateur.lab.statistics import Difference, difference, percent, ratio, spread, verdict
+from secateur.lab.statistics import Difference, difference, percent, ratio, scatter, spread, verdict
 
 VALUES = st.lists(st.tuples(*[st.floats(-10, 10, allow_subnormal=False)] * 2), min_size=2, max_size=8)
 
@@ -74,3 +74,41 @@ def test_scales() -> None:
     assert percent(found, logarithmic=True).interval == pytest.approx((0, 300))
     assert percent(Difference(-0.1, (-0.2, 0.0), 3, 0.5), logarithmic=False).interval == pytest.approx((-40, 0))
     assert ratio(Difference(1e9, None, 1, 1.0)).mean == math.inf
+
+
+@given(st.integers(2, 5), st.integers(2, 4), st.integers(0, 99))
+def test_scatter_is_what_a_fit_by_row_and_seed_leaves(rows: int, seeds: int, draw: int) -> None:
+    values = numpy.random.default_rng(draw).normal(size=(rows, seeds))
+    found = scatter([{7 + seed: value for seed, value in enumerate(row)} for row in values])
+    assert found is not None
+    design = [[*numpy.eye(rows)[row], *numpy.eye(seeds)[seed]] for row in range(rows) for seed in range(seeds)]
+    fitted = numpy.array(design) @ numpy.linalg.lstsq(numpy.array(design), values.ravel(), rcond=None)[0]
+    left = float(((values.ravel() - fitted) ** 2).sum())
+    assert found.freedom == rows * seeds - numpy.linalg.matrix_rank(design)
+    assert math.isclose(found.deviation, math.sqrt(left / found.freedom), rel_tol=1e-6)
+    assert math.isclose(found.reach, stats.t.ppf(0.975, found.freedom) * found.deviation * math.sqrt(2 / seeds))
+
+
+def test_scatter_of_two_rows_is_that_of_their_paired_difference() -> None:
+    ours, theirs = {0: 1.0, 1: 2.5, 2: 2.0}, {0: 1.5, 1: 2.0, 2: 3.0}
+    apart, found = difference(ours, theirs), scatter([ours, theirs])
+    assert apart is not None
+    assert apart.interval is not None
+    assert found is not None
+    assert apart.interval == pytest.approx((apart.mean - found.reach, apart.mean + found.reach))
+
+
+def test_scatter_takes_the_seeds_all_rows_have_and_needs_two_of_both() -> None:
+    rows = [{0: 1.0, 1: 2.0, 2: 9.0}, {1: 3.0, 0: 1.0}]
+    found = scatter(rows)
+    assert found is not None
+    assert (found.seeds, found.freedom) == (2, 1)
+    assert found.deviation == pytest.approx(0.5)
+    assert (
+        scatter(rows[:1])
+        is scatter([])
+        is scatter([{0: 1.0}, {0: 2.0}])
+        is scatter([{0: 1.0, 1: 2.0}, {2: 1.0}])
+        is None
+    )
+    assert scatter([{0: 1.0, 1: math.inf}, {0: 1.0, 1: 2.0}]) is None

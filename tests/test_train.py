@@ -75,6 +75,7 @@ def test_compiled_or_not_is_the_same_but_for_rounding(tmp_path: Path) -> None:
     assert graphs["unique_graphs"] == before + 1
     assert found["compiled"]["held_out_loss"] == pytest.approx(found["plain"]["held_out_loss"], rel=1e-4)
     assert found["other"]["held_out_loss"] != found["compiled"]["held_out_loss"]
+    assert found["compiled"]["gradient_of"] == found["plain"]["gradient_of"]
     saved = [load_file(tmp_path / name / "best" / "model.safetensors") for name in ("plain", "compiled")]
     assert saved[0].keys() == saved[1].keys()
 

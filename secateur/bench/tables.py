@@ -119,7 +119,8 @@ def campaign(path: Path) -> str:
     """An experiment of the lab: its final table, a picture of it, and where the numbers come from."""
     found = results.comparison(path)
     name = path.stem.partition("_")[0]
-    return "\n\n".join([markdown_table(*results.table(found)), f"![{name}](figures/{name}.svg)", results.source(found)])
+    picture, about = f"![{name}](figures/{name}.svg)", [results.noise_at_the_end(found), results.source(found)]
+    return "\n\n".join([markdown_table(*results.table(found)), picture, *filter(None, about)])
 
 
 def filled(text: str) -> str:

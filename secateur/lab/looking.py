@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from secateur.sites import plain_name
+
 PARTS = ("data", "forward", "backward", "optimizer", "masks")
 SAMPLED = 53  # one step in so many is timed part by part; a prime, so that mask updates are met as often as they come
 BETAS = (0.8, 0.9, 0.999)  # of the averages a gradient is shown with
@@ -96,7 +98,8 @@ class OneWeight:
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.ndim >= 2]
-        self.name, self._parameter = named[len(named) // 2]
+        name, self._parameter = named[len(named) // 2]
+        self.name = plain_name(name)
         draw = torch.Generator().manual_seed(seed)
         self.index = int(torch.randint(0, self._parameter.numel(), (1,), generator=draw))
         self._kept: list[Tensor] = []

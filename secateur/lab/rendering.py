@@ -37,7 +37,22 @@ def notes(table: Table, measure: Measure) -> list[str]:
     """What stands under one table."""
     compared = any(entry.difference is not None for entry in table.entries)
     log = "Perplexities are compared on the log, which is the held-out loss; the ratio is the exp of the difference."
-    return [log, *table.notes] if compared and measure.logarithmic else list(table.notes)
+    first = [log] if compared and measure.logarithmic else []
+    return [*first, *filter(None, [noise(table, measure)]), *table.notes]
+
+
+def noise(table: Table, measure: Measure) -> str:
+    """How far runs of a table fall from where their row and seed put them, in a sentence."""
+    found = table.scatter
+    if found is None:
+        return ""
+    one, two = (
+        f"{100 * value:.2g} %" if measure.logarithmic else f"{value:.2g}" for value in (found.deviation, found.reach)
+    )
+    return (
+        f"A run's {measure.name} falls {one} from where its row and seed put it (standard deviation over all rows,"
+        f" {found.freedom} degrees of freedom): means over {found.seeds} seeds less than {two} apart may be chance."
+    )
 
 
 def explanations(tables: Sequence[Table], measure: Measure) -> list[str]:

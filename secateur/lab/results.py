@@ -15,10 +15,11 @@ from typing import Any
 from secateur.bench.record import ROOT, results_folder
 from secateur.lab.compare import Comparison, compare, kept_choices
 from secateur.lab.files import write
+from secateur.lab.rendering import noise
 from secateur.lab.rows import Measure
 from secateur.lab.runs import read_kept
 from secateur.lab.statistics import exponential, percent
-from secateur.lab.tables import BASELINE, Entry
+from secateur.lab.tables import BASELINE, Entry, Table
 
 PREFIX = "campaign-"
 RIVAL = "score=magnitude"  # the score to beat: of several rows, each has the one that agrees with it in all else
@@ -36,11 +37,15 @@ def comparison(path: Path) -> Comparison:
     return compare(read_kept(path), *kept_choices([path]))
 
 
+def _final(found: Comparison) -> Table:
+    (table,) = [table for table in found.tables if table.name == "final"]
+    return table
+
+
 def entries(found: Comparison) -> list[Entry]:
     """The rows at the end of training by their sparsity, best first."""
-    (final,) = [table for table in found.tables if table.name == "final"]
     sign = -1 if found.measure.higher_is_better else 1
-    return sorted(final.entries, key=lambda entry: (entry.final_sparsity, sign * entry.spread.mean))
+    return sorted(_final(found).entries, key=lambda entry: (entry.final_sparsity, sign * entry.spread.mean))
 
 
 def table(found: Comparison) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
@@ -79,6 +84,11 @@ def _judged(entry: Entry, measure: Measure) -> tuple[str, str]:
         return "-", entry.verdict
     around = "" if share.interval is None else f" [{share.interval[0]:+.1f}, {share.interval[1]:+.1f}]"
     return f"{share.mean:+.1f} %{around}", entry.verdict
+
+
+def noise_at_the_end(found: Comparison) -> str:
+    """What differences in the table are worth, in a sentence; empty where it has too few runs to say."""
+    return noise(_final(found), found.measure)
 
 
 def source(found: Comparison) -> str:

@@ -18,6 +18,7 @@ from secateur.lab.looking import Monitor
 from secateur.lab.runfolder import BEST, RunFolder
 from secateur.lab.trainer import EXTRA, Trainer
 from secateur.optional import library
+from secateur.sites import plain_name
 
 Tell = Callable[[Trainer, float], None]
 
@@ -104,8 +105,7 @@ def _keep_best(trainer: Trainer, folder: RunFolder, loss: float) -> None:
     if trainer.accelerator.is_main_process:
         save_file = library("safetensors.torch", "Saving weights", EXTRA).save_file
         with appearing(folder.path / BEST) as fresh:
-            names = [name.removeprefix("_orig_mod.") for name in state]  # which compiling puts before them
-            whole = {n: t.detach().cpu().contiguous().clone() for n, t in zip(names, state.values(), strict=True)}
+            whole = {plain_name(name): tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
             save_file(whole, str(fresh / "model.safetensors"), {"step": str(trainer.progress.step)})
 
 

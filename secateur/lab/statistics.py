@@ -1,4 +1,4 @@
-"""What seeds can tell: mean and deviation, paired differences with Student's interval, and a word for them."""
+"""What seeds can tell: mean and deviation, paired differences with Student's interval, a word for them, and scatter."""
 
 from __future__ import annotations
 
@@ -37,6 +37,40 @@ class Difference(Estimate):
 
     pairs: int
     base: float  # mean of what was compared with, over the same pairs
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """What is left of runs once the means of their rows and of their seeds are taken off: how far a run falls from
+    where its row and seed put it. All rows vouch for it, where an interval of one row has a few pairs only."""
+
+    deviation: float
+    freedom: int
+    seeds: int
+
+    @property
+    def reach(self) -> float:
+        """How far apart the means of two rows over these seeds must be before scatter alone is a poor explanation."""
+        return student(self.freedom) * self.deviation * math.sqrt(2 / self.seeds)
+
+
+def scatter(rows: Sequence[Mapping[int, float]]) -> Scatter | None:
+    """Of the seeds that all rows have, as in an analysis of variance by row and seed; None where rows or
+    seeds are fewer than two, or not all is finite."""
+    seeds = sorted(set.intersection(*(set(row) for row in rows))) if rows else []
+    values = [[row[seed] for seed in seeds] for row in rows]
+    if min(len(rows), len(seeds)) < 2 or not all(math.isfinite(value) for row in values for value in row):
+        return None
+    of_rows = [statistics.fmean(row) for row in values]
+    of_seeds = [statistics.fmean(column) for column in zip(*values, strict=True)]
+    whole = statistics.fmean(of_rows)
+    left = [
+        value - row_mean - seed_mean + whole
+        for row, row_mean in zip(values, of_rows, strict=True)
+        for value, seed_mean in zip(row, of_seeds, strict=True)
+    ]
+    freedom = (len(rows) - 1) * (len(seeds) - 1)
+    return Scatter(math.sqrt(math.fsum(one * one for one in left) / freedom), freedom, len(seeds))
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from secateur.lab.rows import Measure, Row
 from secateur.lab.runs import Evaluation, FinishedRun
-from secateur.lab.statistics import Difference, Spread, difference, spread, verdict
+from secateur.lab.statistics import Difference, Scatter, Spread, difference, scatter, spread, verdict
 
 BASELINE, NO_BASELINE = "baseline", "no baseline"
 SPARSITY_ROUNDING = 1e-4  # metrics and summaries may round a sparsity differently
@@ -44,6 +44,7 @@ class Table:
     title: str
     entries: tuple[Entry, ...]
     notes: tuple[str, ...]
+    scatter: Scatter | None = None
 
 
 def tables(rows: Sequence[Row], bases: Sequence[Row | None], measure: Measure) -> list[Table]:
@@ -92,11 +93,12 @@ def _equal_seconds(
         f"{measure.name.capitalize()} at equal seconds: the last evaluation within {limit:.1f} s, as the fastest took"
     )
     made = _table("equal_seconds", title, rows, bases, measure, lambda run: by_seconds(run, limit))
+    made = replace(made, scatter=None)  # runs of one row may be at different steps here
     machines = sorted({str(run.summary.get("hardware", "unknown")) for run in runs})
     if len(machines) == 1:
         return made
     note = f"The runs were not on the same hardware ({'; '.join(machines)}): their seconds say little."
-    return Table(made.name, made.title, made.entries, (*made.notes, note))
+    return replace(made, notes=(*made.notes, note))
 
 
 def _table(
@@ -104,7 +106,7 @@ def _table(
 ) -> Table:
     made = [_entry(row, base, measure, moment) for row, base in zip(rows, bases, strict=True)]
     entries = tuple(entry for entry in made if entry is not None)
-    return Table(name, title, entries, tuple(_notes(rows, entries, moment)))
+    return Table(name, title, entries, tuple(_notes(rows, entries, moment)), scatter([one.values for one in entries]))
 
 
 def _found(row: Row, moment: Moment) -> dict[int, Evaluation]:
