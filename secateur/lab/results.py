@@ -120,6 +120,7 @@ def picture(found: Comparison) -> str:
             axes.plot([share.mean], [place], "|", color="#111827", markersize=13, markeredgewidth=2)
         axes.axvline(0, color="#d55e00", linewidth=1)
         axes.set_yticks(range(len(shown)), names, fontsize="small")
+        axes.set_ylim(-0.6, len(shown) - 0.4)
         axes.set_xlabel(f"{measure.name}, percent from {found.baseline or found.rows[0].label}", fontsize="small")
 
     return figure(draw, width=8.0, height=1.1 + 0.28 * len(shown))
