@@ -22,7 +22,7 @@ from secateur.pieces import Piece
 from secateur.registry import Score, resolve
 from secateur.regrowth import check_gradients, exchange, regrowth_for
 from secateur.report import Report, TensorRow, Update
-from secateur.saving import check_saved, masks_in, restore_facts, state_of
+from secateur.saving import check_rows, check_saved, masks_in, restore_facts, state_of
 from secateur.schedules import Schedule, as_schedule, check_sparsity
 from secateur.shards import check_replicas, check_tile, is_sharded, like, local, peers_of, unwrap
 from secateur.sites import Globs, LeftOut, find_sites, nothing_to_prune
@@ -239,6 +239,7 @@ class Pruner:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up where a saved Pruner of this model stopped, at any world size. Nothing changes if it does not fit."""
         check_saved(self.state_dict(), state)
+        check_rows(state, self._sites, self._peers)
         restore_facts(state, self._sites, self._facts)
         self._hold(masks_in(state, self._sites, self._held))
         self._clock.restore(local(state["steps"]).tolist())

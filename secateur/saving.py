@@ -12,7 +12,8 @@ from secateur.clock import Clock
 from secateur.errors import StateError
 from secateur.facts import Facts
 from secateur.masks import Held
-from secateur.shards import like, part_of
+from secateur.pieces import mixed
+from secateur.shards import Peers, like, part_of, placement
 from secateur.sites import Site
 
 
@@ -24,11 +25,35 @@ def state_of(clock: Clock, asked: float, sites: Sequence[Site], held: Held, fact
     }
     for number, site in enumerate(sites):
         state[f"mask.{site.name}"] = like(pack(held.bools(number)), site.parameter)
+        state[f"rows.{site.name}"] = like(_marks(site), site.parameter)
         state[f"shape.{site.name}"] = torch.tensor(site.parameter.shape, device="cpu")
         for fact, tensors in facts.kept.items():
             own = tensors[site.name].clone(memory_format=torch.contiguous_format)
             state[f"{fact}.{site.name}"] = like(own, site.parameter)
     return state
+
+
+def _marks(site: Site) -> Tensor:
+    """A byte for every row that is here, by its place in the whole tensor: so rows of another process are known."""
+    rows = placement(site.parameter)
+    here = torch.arange(rows.sizes[rows.rank], device=site.parameter.device) + rows.first_row
+    return (mixed(here) & 0xFF).to(torch.uint8)
+
+
+def check_rows(state: Mapping[str, Tensor], sites: Sequence[Site], peers: Peers) -> None:
+    """Refuse rows that are not this process's, on all processes: a saved DTensor is the shard of whoever saved it."""
+    strange = [site.name for site in sites if not _same_rows(part_of(state[f"rows.{site.name}"], site.parameter), site)]
+    if any(peers.totals([len(strange)])):
+        where = f" (here among others {strange[0]!r})" if strange else ""
+        raise StateError(
+            f"The saved masks are of rows that other processes hold{where}: they were saved on one process, with its"
+            " shards alone. Save with torch.distributed.checkpoint, or full_tensor() of every entry"
+            " (docs/distributed.md)."
+        )
+
+
+def _same_rows(found: Tensor, site: Site) -> bool:
+    return torch.equal(found.cpu(), _marks(site).cpu())
 
 
 def masks_in(state: Mapping[str, Tensor], sites: Sequence[Site], held: Held) -> list[Tensor]:

@@ -137,12 +137,17 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
     )
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every process that holds a part of it: they must ask together."""
+    return tensor.full_tensor() if isinstance(tensor, _dtensor_type()) else tensor
+
+
 def part_of(saved: Tensor, tensor: Tensor) -> Tensor:
     """This process's rows of a saved tensor, which may be whole or sharded in its own way."""
     if isinstance(saved, _dtensor_type()):
         if saved.placements == getattr(tensor, "placements", None):
             return local(saved)
-        saved = saved.full_tensor()
+        saved = whole(saved)
     rows = placement(tensor)
     return saved[rows.first_row : rows.first_row + rows.sizes[rows.rank]]
 

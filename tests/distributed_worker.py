@@ -6,8 +6,10 @@ by hand to the same numbers on every rank and in every run, so that weights agre
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,8 @@ def network(setting: str) -> nn.Module:
     torch.manual_seed(1)
     if setting == "large":  # past what is collected outright, so the sampled bracket is summed over ranks too
         return nn.Sequential(nn.Linear(1024, 701), nn.Linear(701, 402))
+    if setting == "even":
+        return nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 4))
     model = nn.Sequential(nn.Linear(12, 37), nn.ReLU(), nn.Linear(37, 9), nn.Linear(9, 5, bias=False))
     if setting == "2:4":
         model = nn.Sequential(nn.Linear(12, 36), nn.ReLU(), nn.Linear(36, 8), nn.Linear(8, 5, bias=False))
@@ -126,6 +130,32 @@ class Conv1D(nn.Module):
         self.weight = nn.Parameter(torch.randn(12, 8))
 
 
+def saved_by_one(setting: str) -> dict[str, Any]:
+    """A Pruner's state by torch.save on the first rank, which holds its shards alone, and gathered before."""
+    model = shard(network(setting), "fsdp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    pruner = sc.Pruner(model, optimizer, every=1, sparsity=0.7)
+    gradients(model, 1)
+    optimizer.step()
+    pruner.step()
+    found: dict[str, Any] = {}
+    states = {"shards": pruner.state_dict(), "whole": {name: whole(one) for name, one in pruner.state_dict().items()}}
+    for name, state in states.items():
+        saved = io.BytesIO()
+        torch.save(state, saved)
+        box = [saved.getvalue()]
+        dist.broadcast_object_list(box)
+        fresh = shard(network(setting), "fsdp")
+        other = sc.Pruner(fresh, torch.optim.AdamW(fresh.parameters()), every=1, sparsity=0.7)
+        try:
+            other.load_state_dict(torch.load(io.BytesIO(box[0]), weights_only=False))
+            found[name] = all(torch.equal(whole(mask), whole(pruner.masks[key])) for key, mask in other.masks.items())
+        except sc.SecateurError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            found["untouched"] = other.sparsity == 0
+    return found
+
+
 def refusals() -> dict[str, str]:
     """What is refused, with which words. Every rank must raise: one that did not would wait for ever."""
     said = {}
@@ -152,6 +182,12 @@ def refusals() -> dict[str, str]:
     return said
 
 
+ALONE: dict[str, Callable[[], Any]] = {
+    "refusals": refusals,
+    "saved-by-one": lambda: {name: saved_by_one(name) for name in ("even", "model")},
+}
+
+
 def main() -> None:
     out, *jobs = sys.argv[1:]
     single = jobs == ["single"]
@@ -160,8 +196,8 @@ def main() -> None:
         dist.init_process_group("gloo")
     results: dict[str, Any] = {}
     for job in [f"single {setting}" for setting in SETTINGS] if single else jobs:
-        if job == "refusals":
-            results[job] = refusals()
+        if job in ALONE:
+            results[job] = ALONE[job]()
             continue
         how, setting, *paths = job.split()
         where = {key: Path(path) for key, path in (pair.split("=") for pair in paths)}

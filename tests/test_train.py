@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -187,30 +188,51 @@ def test_a_folder_of_another_experiment_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path / "mine", SMALL, "")
 
 
+def launched(processes: int, what: list[str], out: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """`secateur train` of SMALL on several processes; `what` is run by torchrun."""
+    words = {key: getattr(SMALL, key) for key in ("model", "steps", "batch", "context", "warmup", "every")}
+    words |= {"evaluate_every": 10, "evaluation": 6, "score": "variance", "sparsity": 0.6, **settings}
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", *what]
+    rest = ["train", "--cpu", "--tracker=none", "--checkpoint-every=6", f"--out={out}"]
+    command = [sys.executable, *launch, *rest, *(f"--set={key}={value}" for key, value in words.items())]
+    return subprocess.run(command, timeout=180, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+
+
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     """Gradients are averaged in another order, so only nearly; but every process has the same masks, exactly."""
-    settings = [
-        f"--set={key}={getattr(SMALL, key)}" for key in ("model", "steps", "batch", "context", "warmup", "every")
-    ]
-    settings += ["--set=evaluate_every=10", "--set=evaluation=6", "--set=score=variance", "--set=sparsity=0.6"]
     qualities = []
     for processes in (1, 2):
         out = tmp_path / str(processes)
-        launch = [
-            "-m",
-            "torch.distributed.run",
-            f"--nproc-per-node={processes}",
-            "--master-port=29713",
-            "-m",
-            "secateur",
-        ]
-        command = [sys.executable, *launch, "train", "--cpu", "--tracker=none", f"--out={out}", *settings]
-        subprocess.run(command, check=True, timeout=180, cwd=ROOT, capture_output=True)
+        done = launched(processes, ["-m", "secateur"], out)
+        assert done.returncode == 0, done.stderr
         summary = json.loads((out / "summary.json").read_text())
         assert summary["processes"] == processes
         assert summary["pruned"] == round(0.6 * summary["prunable"])
         qualities.append(summary["held_out_loss"])
     assert qualities[1] == pytest.approx(qualities[0], rel=1e-3)
+
+
+def test_shards_train_as_one_and_go_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 by Accelerate, with nine held-out windows: two batches for one process, one for the other."""
+    sharded = ["tests/fsdp_worker.py"]
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("whole", "killed"):
+        monkeypatch.setenv("DIES_AFTER", "13" if name == "killed" else "-1")
+        done = launched(2, sharded, tmp_path / name, evaluation=9)
+        assert (done.returncode == 0) == (name == "whole"), done.stderr
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    monkeypatch.setenv("DIES_AFTER", "-1")
+    done = launched(2, sharded, tmp_path / "killed", evaluation=9)
+    assert done.returncode == 0, done.stderr
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    whole, killed = (load_file(tmp_path / name / "best" / "model.safetensors") for name in ("whole", "killed"))
+    assert [name for name in whole if not torch.equal(whole[name], killed[name])] == []
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    gone = sum(int((tensor == 0).sum()) for name, tensor in whole.items() if "layers" in name and tensor.ndim == 2)
+    assert gone == summary["pruned"] == round(0.6 * summary["prunable"])
+    alone = Trainer(replace(SMALL, optimizer="adamw", evaluation=9), HOW)
+    found = run(alone, RunFolder(tmp_path / "alone", alone.experiment, alone.fingerprint))
+    assert summary["held_out_loss"] == pytest.approx(found["held_out_loss"], rel=1e-3)
 
 
 def options(*words: str) -> dict[str, Any]:

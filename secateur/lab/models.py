@@ -55,6 +55,8 @@ class Layer(nn.Module):
 class GPT(nn.Module):
     """A decoder-only transformer with learned positions and a head tied to the token embedding."""
 
+    _no_split_modules = (Layer.__name__,)  # by which Accelerate shards it, as transformers' models
+
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.shape = shape

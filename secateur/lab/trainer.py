@@ -17,6 +17,7 @@ from secateur.errors import SecateurError
 from secateur.folder import appearing
 from secateur.lab.data import Images, Tokens, load
 from secateur.lab.experiment import Experiment
+from secateur.lab.keeping import Gathered, Progress
 from secateur.lab.looking import OneWeight, Stopwatch
 from secateur.lab.runfolder import CHECKPOINT, RunFolder
 from secateur.lab.zoo import image_model, is_language_model, language_model, loss_of, seeded
@@ -39,20 +40,6 @@ class Execution:
     most_layers: int = 1000  # of a language model, for a dry run
 
 
-class Progress:
-    """How far a run is; saved with its checkpoints."""
-
-    def __init__(self) -> None:
-        self.step, self.seconds, self.best, self.processes = 0, 0.0, math.inf, 1
-        self.gradients: list[float] = []  # of one weight, step by step
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-
-
 class Trainer:
     """A run: model, optimizer, pruner and data under one accelerator."""
 
@@ -65,6 +52,9 @@ class Trainer:
             cpu=execution.cpu, log_with=execution.tracker, project_dir=str(execution.logs) if execution.logs else None,
             step_scheduler_with_optimizer=False,
         )  # fmt: skip
+        if self.in_shards:
+            # Every process makes the same model. Sending it from the first, by way of no memory, would untie weights.
+            self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         self.progress = Progress()
         model = seeded(experiment.seed, lambda: build_model(experiment, self.data, execution.most_layers)).to(
             self.accelerator.device
@@ -74,7 +64,7 @@ class Trainer:
         model = torch.compile(model) if experiment.compile else model  # type: ignore[assignment]
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.pruner = experiment.build_pruner(self.model, self.optimizer.optimizer)
-        kept = [self.progress, *([self.pruner] if self.pruner else [])]
+        kept = [self.progress, *([Gathered(self.pruner)] if self.pruner else [])]
         self.accelerator.register_for_checkpointing(*kept)
         world = self.accelerator.num_processes
         if experiment.batch % world:
@@ -102,7 +92,7 @@ class Trainer:
         """The model without what holds processes together, which may have unequal numbers of batches to judge, and not
         compiled, which the last and shorter batch would be anew. Averages of normalisation are the first process's, as
         they are in training."""
-        if self.accelerator.distributed_type == "FSDP":
+        if self.in_shards:
             return self.model
         model: nn.Module = self.accelerator.unwrap_model(self.model)
         model = getattr(model, "_orig_mod", model)
@@ -159,14 +149,32 @@ class Trainer:
         model = self._alone()
         model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
-        for batch in self._held_out():
+        for batch, counts in self._judged():
             loss, right = self.loss(batch, model)
+            if not counts:
+                continue
             count = batch[1].numel() if isinstance(batch, tuple) else batch[:, 1:].numel()
             sums += torch.stack([loss.double() * count, right.double(), torch.tensor(count).to(sums)])
         loss_sum, right_sum, count_sum = self.accelerator.reduce(sums, "sum").tolist()
         mean = loss_sum / count_sum
         quality = math.exp(min(mean, 700.0)) if isinstance(self.data, Tokens) else right_sum / count_sum
         return {"held_out_loss": mean, "quality": quality}
+
+    def _judged(self) -> Iterator[tuple[Any, bool]]:
+        """Held-out batches of this process, and whether they count. A model in shards needs all processes at every
+        pass: one that has no batch left goes along with one that does not count."""
+        own = self._held_out()
+        while True:
+            batch = next(own, None)
+            if not self._any(batch is not None):
+                return
+            yield (next(self.micro_batches(1)), False) if batch is None else (batch, True)
+
+    def _any(self, mine: bool) -> bool:
+        """Whether it is so here or, where the model is in shards, on any process."""
+        if not self.in_shards:
+            return mine
+        return bool(self.accelerator.reduce(torch.tensor(float(mine), device=self.accelerator.device), "sum") > 0)
 
     def _held_out(self) -> Iterator[Any]:
         mine, world = self.accelerator.process_index, self.accelerator.num_processes
@@ -187,6 +195,10 @@ class Trainer:
             self.accelerator.save_state(where, safe_serialization=True)
             self.accelerator.wait_for_everyone()
         self.accelerator.wait_for_everyone()
+
+    @property
+    def in_shards(self) -> bool:
+        return bool(self.accelerator.distributed_type == "FSDP")
 
     @property
     def sparsity(self) -> float:
@@ -219,7 +231,9 @@ def build_model(experiment: Experiment, data: Tokens | Images, most_layers: int 
 def fitting(trainer: Trainer) -> int:
     """Rows at a time: all of them where they fit, else half as many, and so on; said once, with the reason."""
     size = trainer.rows
-    if trainer.accelerator.device.type != "cuda":
+    if (
+        trainer.accelerator.device.type != "cuda" or trainer.in_shards
+    ):  # where one without room would leave others waiting
         return size
     model = trainer._alone()  # whether it fits here is nobody else's business
     model.eval()  # averages of normalisation stay as they are
