@@ -239,7 +239,7 @@ class Pruner:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up where a saved Pruner of this model stopped, at any world size. Nothing changes if it does not fit."""
         check_saved(self.state_dict(), state)
-        check_rows(state, self._sites, self._peers)
+        check_rows(state, self._peers)
         restore_facts(state, self._sites, self._facts)
         self._hold(masks_in(state, self._sites, self._held))
         self._clock.restore(local(state["steps"]).tolist())

@@ -125,14 +125,14 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, _dtensor_type()):
         return part
-    whole = torch.Size((tensor.shape[0], *part.shape[1:]))
-    stride = torch.empty(whole, device="meta").stride()
+    shape = torch.Size((tensor.shape[0], *part.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
     return _dtensor_type().from_local(
         part,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
-        shape=whole,
+        shape=shape,
         stride=stride,
     )
 

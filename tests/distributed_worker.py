@@ -130,9 +130,9 @@ class Conv1D(nn.Module):
         self.weight = nn.Parameter(torch.randn(12, 8))
 
 
-def saved_by_one(setting: str) -> dict[str, Any]:
+def saved_by_one(setting: str, how: str = "fsdp") -> dict[str, Any]:
     """A Pruner's state by torch.save on the first rank, which holds its shards alone, and gathered before."""
-    model = shard(network(setting), "fsdp")
+    model = shard(network(setting), how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     pruner = sc.Pruner(model, optimizer, every=1, sparsity=0.7)
     gradients(model, 1)
@@ -184,7 +184,7 @@ def refusals() -> dict[str, str]:
 
 ALONE: dict[str, Callable[[], Any]] = {
     "refusals": refusals,
-    "saved-by-one": lambda: {name: saved_by_one(name) for name in ("even", "model")},
+    "saved-by-one": lambda: [saved_by_one("even"), saved_by_one("model"), saved_by_one("even", "hsdp")],
 }
 
 

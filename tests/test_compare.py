@@ -40,7 +40,7 @@ def test_what_differences_are_worth_stands_under_the_table_everywhere(
     deviation = math.sqrt((left**2).sum() / 4)
     words = (
         f"A run's perplexity falls {100 * deviation:.2g} % from where its row and seed put it"
-        " (standard deviation over all rows, 4 degrees of freedom): means over 3 seeds less than"
+        " (standard deviation over all rows; 4 degrees of freedom): in this table, means over 3 seeds less than"
     )
     path = tmp_path / "numbers.json"
     assert words in command(capsys, tmp_path / "runs", "--by", "score", "--json", path)[1]

@@ -38,7 +38,7 @@ def test_the_table_is_made_of_the_newest_record(record: Path) -> None:
     assert "6.686, 7.463, 8.004" in rows["score=variance"]  # exp of 1.9, 2.01, 2.08
     assert "-9.8 %" in rows["score=variance"]  # exp of the mean of -0.1, -0.09 and -0.12, less 1
     assert f"figures/{NAME}.svg" in text
-    assert "from where its row and seed put it (standard deviation over all rows, 6 degrees of freedom)" in text
+    assert "from where its row and seed put it (standard deviation over all rows; 6 degrees of freedom)" in text
     assert "12 runs; one core; torch 2; commit abc" in text
     assert text.startswith("before")
     assert text.endswith("after")

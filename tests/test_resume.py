@@ -72,6 +72,18 @@ def test_state_is_tensors_only_and_survives_safetensors(block: Block, tmp_path: 
     assert packed == pruner.report().packed_mask_bytes == 2048 // 8
 
 
+def test_states_from_before_rows_were_marked_are_taken(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, sparsity=0.7, every=1)
+    train(block, optimizer, 1, pruner.step)
+    older = {name: value for name, value in pruner.state_dict().items() if not name.startswith("rows.")}
+    other = sc.Pruner(block, torch.optim.AdamW(block.parameters()), sparsity=0.7, every=1)
+    other.load_state_dict(older)
+    assert all(torch.equal(mask, pruner.masks[name]) for name, mask in other.masks.items())
+    with pytest.raises(sc.SecateurError, match="1 entries missing"):
+        other.load_state_dict({**older, "rows.up.weight": pruner.state_dict()["rows.up.weight"]})
+
+
 def test_channels_last_facts_are_saved_contiguous(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     layer = torch.nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)

@@ -94,7 +94,7 @@ def test_what_cannot_be_served_is_refused_on_every_rank(tmp_path: Path) -> None:
 
 def test_masks_of_another_rank_are_refused_and_whole_ones_taken(tmp_path: Path) -> None:
     """torch.save on one rank, as Accelerate does with what it is given to keep, saves the shards of that rank."""
-    for found in launch(tmp_path / "out.pt", 2, "saved-by-one")["saved-by-one"].values():
+    for found in launch(tmp_path / "out.pt", 4, "saved-by-one")["saved-by-one"]:
         assert found["shards"].startswith("StateError: The saved masks are of rows that other processes hold")
         assert "full_tensor" in found["shards"]
         assert found["untouched"]

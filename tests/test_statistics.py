@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -79,8 +80,10 @@ def test_scales() -> None:
 @given(st.integers(2, 5), st.integers(2, 4), st.integers(0, 99))
 def test_scatter_is_what_a_fit_by_row_and_seed_leaves(rows: int, seeds: int, draw: int) -> None:
     values = numpy.random.default_rng(draw).normal(size=(rows, seeds))
-    found = scatter([{7 + seed: value for seed, value in enumerate(row)} for row in values])
+    found = scatter({f"row {number}": dict(enumerate(row, 7)) for number, row in enumerate(values)})
     assert found is not None
+    values = values[[number for number in range(rows) if f"row {number}" not in found.left_out]]
+    rows = len(values)
     design = [[*numpy.eye(rows)[row], *numpy.eye(seeds)[seed]] for row in range(rows) for seed in range(seeds)]
     fitted = numpy.array(design) @ numpy.linalg.lstsq(numpy.array(design), values.ravel(), rcond=None)[0]
     left = float(((values.ravel() - fitted) ** 2).sum())
@@ -91,7 +94,7 @@ def test_scatter_is_what_a_fit_by_row_and_seed_leaves(rows: int, seeds: int, dra
 
 def test_scatter_of_two_rows_is_that_of_their_paired_difference() -> None:
     ours, theirs = {0: 1.0, 1: 2.5, 2: 2.0}, {0: 1.5, 1: 2.0, 2: 3.0}
-    apart, found = difference(ours, theirs), scatter([ours, theirs])
+    apart, found = difference(ours, theirs), scatter({"ours": ours, "theirs": theirs})
     assert apart is not None
     assert apart.interval is not None
     assert found is not None
@@ -99,16 +102,21 @@ def test_scatter_of_two_rows_is_that_of_their_paired_difference() -> None:
 
 
 def test_scatter_takes_the_seeds_all_rows_have_and_needs_two_of_both() -> None:
-    rows = [{0: 1.0, 1: 2.0, 2: 9.0}, {1: 3.0, 0: 1.0}]
+    rows = {"a": {0: 1.0, 1: 2.0, 2: 9.0}, "b": {1: 3.0, 0: 1.0}}
     found = scatter(rows)
     assert found is not None
-    assert (found.seeds, found.freedom) == (2, 1)
+    assert (found.seeds, found.freedom, found.left_out) == (2, 1, ())
     assert found.deviation == pytest.approx(0.5)
-    assert (
-        scatter(rows[:1])
-        is scatter([])
-        is scatter([{0: 1.0}, {0: 2.0}])
-        is scatter([{0: 1.0, 1: 2.0}, {2: 1.0}])
-        is None
-    )
-    assert scatter([{0: 1.0, 1: math.inf}, {0: 1.0, 1: 2.0}]) is None
+    assert scatter({"a": rows["a"]}) is None
+    assert scatter({}) is None
+    assert scatter({"a": {0: 1.0}, "b": {0: 2.0}}) is None
+    assert scatter({"a": {0: 1.0, 1: 2.0}, "b": {2: 1.0, 3: 1.0}}) is None
+
+
+def test_rows_that_scatter_far_more_or_say_nothing_do_not_count() -> None:
+    calm = {f"row {n}": {seed: n + seed + 0.01 * (-1) ** (n * seed + seed // 2) for seed in range(3)} for n in range(6)}
+    alone, wild = scatter(calm), {"wild": {0: 5.0, 1: 9.0, 2: 1.0}}
+    silent = {"ruined": {0: math.inf, 1: 1.0, 2: 1.0}, "single": {0: 1.0}}
+    assert alone is not None
+    assert scatter(calm | silent) == replace(alone, left_out=("ruined", "single"))
+    assert scatter(wild | calm) == replace(alone, left_out=("wild",))

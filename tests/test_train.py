@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -195,7 +194,7 @@ def launched(processes: int, what: list[str], out: Path, **settings: Any) -> sub
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", *what]
     rest = ["train", "--cpu", "--tracker=none", "--checkpoint-every=6", f"--out={out}"]
     command = [sys.executable, *launch, *rest, *(f"--set={key}={value}" for key, value in words.items())]
-    return subprocess.run(command, timeout=180, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    return subprocess.run(command, timeout=180, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
@@ -210,6 +209,23 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         assert summary["pruned"] == round(0.6 * summary["prunable"])
         qualities.append(summary["held_out_loss"])
     assert qualities[1] == pytest.approx(qualities[0], rel=1e-3)
+    assert launched(2, ["-m", "secateur"], tmp_path / "one window", evaluation=1).returncode == 0
+    summary = json.loads((tmp_path / "one window" / "summary.json").read_text())
+    assert math.isfinite(summary["held_out_loss"])  # one process has nothing to judge
+
+
+def test_averages_in_shards_are_those_that_are_judged_and_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    settings = {"model": "lenet5", "data": "digits", "batch": 32, "evaluation": "none"}
+    done = launched(2, ["tests/fsdp_worker.py"], tmp_path / "run", **settings)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    experiment = replace(SMALL, model="lenet5", data="digits", batch=32, evaluation=None)
+    alone = Trainer(experiment, Execution(cpu=True, micro_batch=16))
+    alone.model.load_state_dict(load_file(tmp_path / "run" / "best" / "model.safetensors"))
+    assert summary["held_out_loss"] == pytest.approx(alone.evaluate()["held_out_loss"], rel=1e-6)
 
 
 def test_shards_train_as_one_and_go_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

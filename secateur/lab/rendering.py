@@ -46,12 +46,13 @@ def noise(table: Table, measure: Measure) -> str:
     found = table.scatter
     if found is None:
         return ""
-    one, two = (
-        f"{100 * value:.2g} %" if measure.logarithmic else f"{value:.2g}" for value in (found.deviation, found.reach)
-    )
+    unit = " %" if measure.logarithmic else " points" if measure.name == "accuracy" else ""
+    one, two = (f"{100 * value if unit else value:.2g}{unit}" for value in (found.deviation, found.reach))
+    but = f" but {'; '.join(found.left_out)}" if found.left_out else ""
     return (
-        f"A run's {measure.name} falls {one} from where its row and seed put it (standard deviation over all rows,"
-        f" {found.freedom} degrees of freedom): means over {found.seeds} seeds less than {two} apart may be chance."
+        f"A run's {measure.name} falls {one} from where its row and seed put it (standard deviation over all rows{but};"
+        f" {found.freedom} degrees of freedom): in this table, means over {found.seeds} seeds less than {two} apart"
+        " may be chance."
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from secateur.optional import library
 
 CONFIDENCE = 0.95
+WILD = 10.0  # times the squares of the median row: of three seeds, one row in a thousand by chance
 BETTER, WORSE, UNKNOWN = "better", "worse", "cannot be told"
 Interval = tuple[float, float]
 
@@ -42,11 +43,12 @@ class Difference(Estimate):
 @dataclass(frozen=True)
 class Scatter:
     """What is left of runs once the means of their rows and of their seeds are taken off: how far a run falls from
-    where its row and seed put it. All rows vouch for it, where an interval of one row has a few pairs only."""
+    where its row and seed put it. Many rows vouch for it, where an interval of one row has a few pairs only."""
 
     deviation: float
     freedom: int
     seeds: int
+    left_out: tuple[str, ...]  # rows that scatter far more than others, or have too few finite values
 
     @property
     def reach(self) -> float:
@@ -54,23 +56,31 @@ class Scatter:
         return student(self.freedom) * self.deviation * math.sqrt(2 / self.seeds)
 
 
-def scatter(rows: Sequence[Mapping[int, float]]) -> Scatter | None:
-    """Of the seeds that all rows have, as in an analysis of variance by row and seed; None where rows or
-    seeds are fewer than two, or not all is finite."""
-    seeds = sorted(set.intersection(*(set(row) for row in rows))) if rows else []
-    values = [[row[seed] for seed in seeds] for row in rows]
-    if min(len(rows), len(seeds)) < 2 or not all(math.isfinite(value) for row in values for value in row):
+def scatter(rows: Mapping[str, Mapping[int, float]]) -> Scatter | None:
+    """Of the seeds that all rows have, as in an analysis of variance by row and seed; None for fewer than two of them.
+    It takes rows for equally noisy, so those that are not, by far, are left out."""
+    clear = {name: row for name, row in rows.items() if len(row) > 1 and all(map(math.isfinite, row.values()))}
+    seeds = sorted(set.intersection(*(set(row) for row in clear.values()))) if clear else []
+    if min(len(clear), len(seeds)) < 2:
         return None
+    values = {name: [row[seed] for seed in seeds] for name, row in clear.items()}
+    squares = dict(zip(values, _squares_left(list(values.values())), strict=True))
+    usual = statistics.median(squares.values())
+    kept = {name: row for name, row in values.items() if squares[name] <= WILD * usual} if usual > 0 else values
+    freedom = (len(kept) - 1) * (len(seeds) - 1)
+    total = math.fsum(_squares_left(list(kept.values())))
+    return Scatter(math.sqrt(total / freedom), freedom, len(seeds), tuple(name for name in rows if name not in kept))
+
+
+def _squares_left(values: Sequence[Sequence[float]]) -> list[float]:
+    """For each row the sum of squares of what its mean and those of the columns leave."""
     of_rows = [statistics.fmean(row) for row in values]
-    of_seeds = [statistics.fmean(column) for column in zip(*values, strict=True)]
+    of_columns = [statistics.fmean(column) for column in zip(*values, strict=True)]
     whole = statistics.fmean(of_rows)
-    left = [
-        value - row_mean - seed_mean + whole
-        for row, row_mean in zip(values, of_rows, strict=True)
-        for value, seed_mean in zip(row, of_seeds, strict=True)
+    return [
+        math.fsum((value - mean - column + whole) ** 2 for value, column in zip(row, of_columns, strict=True))
+        for row, mean in zip(values, of_rows, strict=True)
     ]
-    freedom = (len(rows) - 1) * (len(seeds) - 1)
-    return Scatter(math.sqrt(math.fsum(one * one for one in left) / freedom), freedom, len(seeds))
 
 
 def spread(values: Sequence[float]) -> Spread:

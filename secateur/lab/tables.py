@@ -106,7 +106,9 @@ def _table(
 ) -> Table:
     made = [_entry(row, base, measure, moment) for row, base in zip(rows, bases, strict=True)]
     entries = tuple(entry for entry in made if entry is not None)
-    return Table(name, title, entries, tuple(_notes(rows, entries, moment)), scatter([one.values for one in entries]))
+    return Table(
+        name, title, entries, tuple(_notes(rows, entries, moment)), scatter({one.label: one.values for one in entries})
+    )
 
 
 def _found(row: Row, moment: Moment) -> dict[int, Evaluation]:

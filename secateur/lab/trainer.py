@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from secateur.errors import SecateurError
 from secateur.folder import appearing
 from secateur.lab.data import Images, Tokens, load
 from secateur.lab.experiment import Experiment
+from secateur.lab.fitting import fitting
 from secateur.lab.keeping import Gathered, Progress
 from secateur.lab.looking import OneWeight, Stopwatch
 from secateur.lab.runfolder import CHECKPOINT, RunFolder
@@ -92,14 +92,16 @@ class Trainer:
         """The model without what holds processes together, which may have unequal numbers of batches to judge, and not
         compiled, which the last and shorter batch would be anew. Averages of normalisation are the first process's, as
         they are in training."""
+        self._share_buffers()
         if self.in_shards:
             return self.model
         model: nn.Module = self.accelerator.unwrap_model(self.model)
-        model = getattr(model, "_orig_mod", model)
-        if self.accelerator.num_processes > 1:
-            for buffer in model.buffers():
-                torch.distributed.broadcast(buffer, 0)
-        return model
+        return getattr(model, "_orig_mod", model)
+
+    def _share_buffers(self) -> None:
+        """Averages of normalisation as the first process has them."""
+        for buffer in self.model.buffers() if self.accelerator.num_processes > 1 else ():
+            torch.distributed.broadcast(buffer, 0)
 
     def loss(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Mean loss of a batch and how many predictions were right, in the experiment's precision."""
@@ -126,6 +128,8 @@ class Trainer:
             self.pruner.step()
             self.stopwatch.lap("masks")
         self.optimizer.zero_grad(set_to_none=True)
+        if self.in_shards:  # DDP does it by itself
+            self._share_buffers()
         self.progress.step = step
         return loss
 
@@ -180,7 +184,8 @@ class Trainer:
         mine, world = self.accelerator.process_index, self.accelerator.num_processes
         if isinstance(self.data, Tokens):
             windows = self.data.evaluation(self.experiment.context, self.experiment.evaluation)
-            for part in windows[mine::world].split(self.micro):
+            own = windows[mine::world]
+            for part in own.split(self.micro) if len(own) else ():  # nothing, split, is an empty batch
                 yield part.to(self.accelerator.device)
         else:
             for number, (inputs, targets) in enumerate(self.data.evaluation(self.micro)):
@@ -226,29 +231,3 @@ def build_model(experiment: Experiment, data: Tokens | Images, most_layers: int 
     if isinstance(data, Tokens):
         return language_model(experiment.model, data.vocabulary, experiment.context, most_layers)
     return image_model(experiment.model, data.inputs.shape[1], data.classes, data.inputs.shape[-1])
-
-
-def fitting(trainer: Trainer) -> int:
-    """Rows at a time: all of them where they fit, else half as many, and so on; said once, with the reason."""
-    size = trainer.rows
-    if (
-        trainer.accelerator.device.type != "cuda" or trainer.in_shards
-    ):  # where one without room would leave others waiting
-        return size
-    model = trainer._alone()  # whether it fits here is nobody else's business
-    model.eval()  # averages of normalisation stay as they are
-    while size > 1:
-        trainer.micro = size
-        try:
-            with torch.random.fork_rng(devices=[trainer.accelerator.device]):
-                trainer.loss(next(trainer.micro_batches(1)), model)[0].backward()
-            break
-        except torch.OutOfMemoryError:
-            size = -(-size // 2)
-        finally:
-            trainer.optimizer.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-    if size < trainer.rows and trainer.accelerator.is_main_process:
-        why = f"{trainer.rows} do not fit the GPU; the step is the same but for dropout and batch normalisation"
-        print(f"secateur: {size} rows at a time: {why}", file=sys.stderr)
-    return size
