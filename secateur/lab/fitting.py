@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def fitting(trainer: Trainer) -> int:
     """Rows at a time: all of them where they fit, else half as many, and so on; said once, with the reason."""
     size = trainer.rows
-    if (
-        trainer.accelerator.device.type != "cuda" or trainer.in_shards
-    ):  # where one without room would leave others waiting
+    if trainer.accelerator.device.type != "cuda":
+        return size
+    if trainer.in_shards:  # a process without room would leave the others waiting
         return size
     model = trainer._alone()  # whether it fits here is nobody else's business
     model.eval()  # averages of normalisation stay as they are
