@@ -17,7 +17,7 @@ demo: $(VENV)/.ready
 	$(BIN)/secateur demo
 
 test: $(VENV)/.ready check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
