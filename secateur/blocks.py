@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.calibration import Batch, device_of, quiet, to_device
+from secateur.calibration import Batch, device_of, quiet, real_positions, to_device
 from secateur.sites import Site
 
 SAME = 0.02  # by how much, of their norm, states may differ that were computed in another order, in bf16 at worst
@@ -28,6 +28,7 @@ class Chain:
     blocks: list[nn.Module]
     states: list[Tensor]
     others: list[list[tuple[tuple[Any, ...], dict[str, Any]]]]  # of every batch, of every block
+    real: list[list[Tensor]]  # of every batch, masks of what is not padding
     cast: torch.dtype | None = None  # the type that autocast was on with, if it was
     _tried: dict[int, bool] = field(default_factory=dict, repr=False)  # whether batches like this one may be merged
 
@@ -57,12 +58,13 @@ class Chain:
             else:
                 groups.append([batch])
         states = [torch.cat([self.states[b] for b in group]) for group in groups]
-        return Chain(self.blocks, states, [self.others[group[0]] for group in groups], self.cast)
+        real = [_joined([self.real[b] for b in group]) for group in groups]
+        return Chain(self.blocks, states, [self.others[group[0]] for group in groups], real, self.cast)
 
     def _agree(self, one: int, other: int) -> bool:
         """Whether two batches may go through blocks as one: they are called alike, and the first block, tried with both
         together, gives what it gives to each. (Rows need not be what the first dimension counts.)"""
-        if not _same(self.others[one], self.others[other]):
+        if not _same(self.others[one], self.others[other]) or len(self.real[one]) != len(self.real[other]):
             return False
         if one not in self._tried:
             apart = torch.cat([self.run(0, one), self.run(0, other)])
@@ -73,6 +75,11 @@ class Chain:
                 off = float("inf")
             self._tried[one] = off < SAME
         return self._tried[one]
+
+
+def _joined(masks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Masks of several batches put together."""
+    return [torch.cat(parts) for parts in zip(*masks, strict=True)]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -175,7 +182,7 @@ def enter(
 ) -> Chain | None:
     """The chain with every batch standing before its first block, by one forward pass for each; nothing if some batch
     does not pass all blocks in order."""
-    chain = Chain(list(blocks), [], [])
+    chain = Chain(list(blocks), [], [], [])
     passed: list[int] = []
 
     def hook(number: int) -> Any:
@@ -194,7 +201,9 @@ def enter(
     try:
         with quiet(model), torch.no_grad():
             for batch in batches:
-                forward(model, to_device(batch, device or device_of(model)))
+                batch = to_device(batch, device or device_of(model))
+                chain.real.append(real_positions(model, batch))
+                forward(model, batch)
     finally:
         for handle in handles:
             handle.remove()

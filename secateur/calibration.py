@@ -71,6 +71,30 @@ def standard_loss(model: nn.Module, batch: Batch) -> Tensor:
     )
 
 
+def run_model(model: nn.Module, batch: Batch) -> Any:
+    """The model's output for a batch; no loss, so no labels or targets are needed."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
+
+
+def real_positions(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """Masks `[batch, positions]` of what is not padding, one for each sequence the batch holds; none if all is real.
+
+    An attention mask tells. Without one, a causal language model's labels do: what follows the last label of a row has
+    no part in the loss and nothing real attends to it. A prompt without labels is real.
+    """
+    if not isinstance(batch, Mapping):
+        return []
+    names = [name for name in ("attention_mask", "decoder_attention_mask") if isinstance(batch.get(name), Tensor)]
+    masks = [batch[name] != 0 for name in names if batch[name].ndim == 2]
+    labels = batch.get("labels")
+    causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    if not names and causal and isinstance(labels, Tensor) and labels.ndim == 2:
+        masks = [(labels != IGNORED).flip(1).cumsum(1).flip(1) > 0]
+    return masks if any(not bool(mask.all()) for mask in masks) else []
+
+
 def in_bf16(loss: Loss) -> Loss:
     """The same loss with products in bf16, as autocast has them: several times as fast on a GPU, and far finer than
     what one batch tells of all text."""

@@ -15,7 +15,8 @@ from secateur.shards import ALONE, Peers, is_sharded, local, placement
 from secateur.sites import Site
 from secateur.targets import Target
 
-UNKNOWN = 2.0**126  # at least this is the score of a weight without evidence
+UNREACHED = 2.0**126  # at least this is the score of a weight that no inputs reached
+SAMPLE = 1 << 20  # weights of a matrix that are sorted to find how small the smallest are
 KEPT_FACTS = ("initial_weight", "movement_sum")  # those no optimizer has; kept only for a score that reads them
 
 
@@ -130,9 +131,9 @@ def target_of(
     alive: Tensor,
     dead: int,
     peers: Peers = ALONE,
-    known: Tensor | None = None,
+    spared: Tensor | None = None,
 ) -> Target:
-    """A site as a selection sees it. Where `known` is zero nothing speaks about a weight: see `lifted`."""
+    """A site as a selection sees it. `spared` is about matrices that no inputs reached: see `kept_last`."""
     part, whole = local(site.parameter.detach()), site.parameter.shape
     first = site.start + placement(site.parameter).first_row * whole[1:].numel()
     evaluate = evaluator(score, facts, first, part.device)
@@ -142,23 +143,44 @@ def target_of(
         site.name,
         part.numel(),
         whole.numel(),
-        evaluate if known is None else lifted(evaluate, known, part),
+        evaluate if spared is None else kept_last(evaluate, spared, part),
         part.device,
         alive.view(-1) if dead else None,
         replicated=peers.size > 1 and not is_sharded(site.parameter),
-        source=(score, facts) if known is None and here else None,
+        source=(score, facts) if spared is None and here else None,
         dead=dead,
     )
     return Target(piece, tuple(part.shape), tuple(whole), site.layout)
 
 
-def lifted(evaluate: Callable[[Where], Tensor], known: Tensor, weight: Tensor) -> Callable[[Where], Tensor]:
-    """Scores in which weights nothing is known about come after all others, ranked by magnitude among themselves."""
+def spared_share(asked: float, unreached: int, total: int) -> float:
+    """The share of unreached weights that is kept before all others: all of them, unless those that inputs did reach
+    would then keep less than half of what they keep at the asked sparsity."""
+    reached = total - unreached
+    excess = asked * total - reached * (1 + asked) / 2
+    return 1 - max(0.0, excess) / unreached
+
+
+def least_spared(matrices: Tensor, reached: Tensor, share: float) -> Tensor:
+    """The magnitude from which on weights of each unreached matrix are spared, so that about `share` of them are; NaN
+    for matrices that were reached. `matrices` is `[matrices, weights]`."""
+    floors = torch.full((len(matrices),), torch.nan, dtype=torch.float32, device="cpu")
+    for number in (~reached).nonzero().flatten().tolist():
+        sample = matrices[number][:: max(1, matrices.shape[1] // SAMPLE)].float().abs()
+        rank = round((1 - share) * sample.numel())
+        floors[number] = float(sample.kthvalue(rank).values) if rank else 0.0
+    return floors
+
+
+def kept_last(evaluate: Callable[[Where], Tensor], floors: Tensor, weight: Tensor) -> Callable[[Where], Tensor]:
+    """Scores in which unreached matrices rank above all others from their floor on, and below all others under it, by
+    magnitude. Matrices whose floor is NaN keep their scores."""
+    spread = floors.to(weight.device).view(-1, *[1] * (weight.ndim - 1)).expand(weight.shape)
 
     def score(where: Where) -> Tensor:
-        found, size = evaluate(where), flat_part(weight, where).float().abs()
-        told = flat_part(known, where).to(found.device) != 0
-        return torch.where(told, found, UNKNOWN * (1 + size / (1 + size)))
+        found, size, floor = evaluate(where), flat_part(weight, where).float().abs(), flat_part(spread, where)
+        ranked = torch.where(size >= floor, UNREACHED * (1 + size / (1 + size)), size / UNREACHED)
+        return torch.where(floor.isnan(), found, ranked)
 
     return score
 

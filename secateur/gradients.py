@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from secateur.calibration import Batch, Loss, device_of, halved, quiet, standard_loss, to_device
+from secateur.calibration import Batch, Loss, device_of, halved, quiet, real_positions, standard_loss, to_device
 from secateur.errors import FactError
 from secateur.ferry import Ferry
+from secateur.inputs import Inputs
 from secateur.shelf import Shelf, empty_on_host
 from secateur.sites import Site
 
@@ -111,29 +111,41 @@ def gather_gradients(
     room: int | None = None,
     ferry: Ferry | None = None,
     rounded: bool = False,
-    watch: AbstractContextManager[Any] | None = None,
+    every: bool = False,
+    watch: Inputs | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Mapping[str, dict[str, Tensor]]:
     """Facts of each site by name, from one backward pass for every batch; `watch` stands around the forward passes.
-    With `rounded`, of a model whose fp32 parameters are rounded to bf16 meanwhile."""
+    With `rounded`, of a model whose fp32 parameters are rounded to bf16 meanwhile. If these are `every` site of the
+    model, the loss must depend on one."""
     device = device_of(model) if ferry is None else ferry.device
     torch.clear_autocast_cache()  # where autocast is on outside, it would go on with casts of what weights once were
     trained, gathering = [site.parameter for site in sites], Gradients(sites, wanted, len(batches), dtype, room)
     before: Tensor | None = None
+    depends = False
     crossing = nullcontext() if ferry is None else ferry.delivering(gathering.fold)
     with quiet(model, trained), torch.enable_grad(), gathering, crossing, halved(model) if rounded else nullcontext():
         for batch in batches:
+            batch = to_device(batch, device)
+            if watch is not None:
+                watch.batch(real_positions(model, batch))
             with watch or nullcontext():
-                value = loss(model, to_device(batch, device))
+                value = loss(model, batch)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise FactError(f"The loss must be one number that depends on the weights; it is {shape}.")
-            if value.requires_grad:  # or else these weights had no part in it, which is no evidence
+            if value.requires_grad:  # or else these weights had no part in this batch's loss
+                depends = True
                 value.backward()
             _check_number(before)  # not this one, for which a device would have to be waited for
             before = value.detach()
             tick()
         _check_number(before)
+    if not depends and every:
+        raise FactError(
+            "The loss does not depend on any prunable weight: it has no gradient in any batch. Compute it without"
+            " no_grad, detach, item or argmax, from the output of the model that is passed to loss(model, batch)."
+        )
     return gathering.facts
 
 

@@ -1,12 +1,13 @@
 """What weights are multiplied with: norms of input features (WANDA), and the products X^T X of reconstruction.
 
-Whoever multiplies by a weight is seen doing it, by the operation rather than by the kind of module. So linear layers,
-convolutions, transformers' Conv1D, fused projections and stacked experts need no names and no classes.
+Intercepts matmuls instead of hooking module types. So linear layers, convolutions, transformers' Conv1D, fused
+projections and stacked experts need no names and no classes. Positions that the batch marks as padding are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from secateur.calibration import Batch, device_of, quiet, to_device
+from secateur.calibration import Batch, device_of, quiet, real_positions, to_device
 from secateur.errors import FactError
 from secateur.sites import Site
 
-# Where an operation takes its inputs and its weight; inputs lie along the last dimension of the first.
+# Where an operation takes its two factors. `linear` contracts the last dimension of both, all others the last of the
+# left factor with the last but one of the right factor.
 PRODUCTS: dict[Any, tuple[int, int]] = {
     torch.nn.functional.linear: (0, 1),
     torch.addmm: (1, 2),
@@ -32,8 +34,9 @@ PRODUCTS: dict[Any, tuple[int, int]] = {
     torch.Tensor.bmm: (0, 1),
     torch.baddbmm: (1, 2),
 }
-# What a function written in Python does inside is only seen lower down.
-COMPOSED = (nn.functional.multi_head_attention_forward,)
+LINEAR = (torch.nn.functional.linear, torch.ops.aten.linear.default)
+# What these do inside is only seen below autograd.
+COMPOSED = (nn.functional.multi_head_attention_forward, torch.einsum)
 LOWER_PRODUCTS: dict[Any, tuple[int, int]] = {
     torch.ops.aten.addmm.default: (1, 2),
     torch.ops.aten.mm.default: (0, 1),
@@ -43,6 +46,9 @@ LOWER_PRODUCTS: dict[Any, tuple[int, int]] = {
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 CONVOLUTION_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 NAMES = ("input", "weight", "mat1", "mat2", "batch1", "batch2", "other")
+SELECTIONS = (torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select)  # how tokens go to an expert
+# Functions that ask a tensor about itself and do not compute with its values.
+QUESTIONS = {"__get__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
 
 
 class Inputs(TorchFunctionMode):
@@ -50,13 +56,16 @@ class Inputs(TorchFunctionMode):
 
     `squares[site]` is the sum of squares of every input feature, `[matrices, features]` (a matrix for each expert or
     group of a convolution), and `tokens[site]` how many inputs each matrix has had. With `products`, `products[site]`
-    is X^T X, `[matrices, features, features]`.
+    is X^T X, `[matrices, features, features]`. `touched` names the sites that took part in any computation at all.
     """
 
     def __init__(self, sites: Sequence[Site], products: bool = False) -> None:
         super().__init__()
         self.watch(sites)
         self._products = products
+        self._real: list[Tensor] = []
+        self._selected: Tensor | None = None  # of the rows that were last picked by index, which are no padding
+        self.touched: set[str] = set()
         self.squares: dict[str, Tensor] = {}
         self.tokens: dict[str, Tensor] = {}
         self.products: dict[str, Tensor] = {}
@@ -65,6 +74,10 @@ class Inputs(TorchFunctionMode):
         """Watch these from now on."""
         self._watched = list(sites)
         self._find()
+
+    def batch(self, real: Sequence[Tensor]) -> None:
+        """Announce a batch: masks `[batch, positions]` that are False at padding, none where nothing is padded."""
+        self._real, self._selected = list(real), None
 
     def _find(self) -> None:
         """Weights are known by where they lie in memory; several may share a storage."""
@@ -80,37 +93,74 @@ class Inputs(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in PRODUCTS:
             given = [*args, *(kwargs[name] for name in NAMES if name in kwargs)]
-            self.see(*(given[place] for place in PRODUCTS[func]))
-        elif func in COMPOSED:
-            with _Lower(self):
-                return func(*args, **kwargs)
+            self.see(func, *(given[place] for place in PRODUCTS[func]))
         elif func in CONVOLUTIONS:
             named = dict(zip(CONVOLUTION_NAMES, args, strict=False)) | kwargs
             if (site := self._site(named["weight"])) is not None:
                 self.add(site, 0, _patches(named))
-        return func(*args, **kwargs)
+        elif func in SELECTIONS and self._real:
+            self._select(*args, **kwargs)
+        if len(self.touched) < len(self._watched) and getattr(func, "__name__", "") not in QUESTIONS:
+            self._touch((*args, *kwargs.values()))
+        with _Lower(self) if func in COMPOSED else nullcontext():
+            return func(*args, **kwargs)
+
+    def _touch(self, given: Sequence[Any]) -> None:
+        flat = [t for value in given for t in (value if isinstance(value, tuple | list) else [value])]
+        self.touched |= {site.name for tensor in flat if (site := self._site(tensor)) is not None}
 
     def _site(self, weight: Any) -> Site | None:
         if not isinstance(weight, Tensor):
             return None
         weight = getattr(weight, "stands_for", weight)  # a copy that a ferry has made
-        candidates = self._sites.get(weight.untyped_storage().data_ptr(), ())
+        candidates = self._sites.get(_storage(weight), ())
         begins = ((site, weight.storage_offset() - site.parameter.storage_offset()) for site in candidates)
         return next((site for site, begin in begins if 0 <= begin < site.parameter.numel()), None)
 
-    def see(self, inputs: Tensor, weight: Any) -> None:
-        """A product, perhaps with a site's weight, or with one or several of its experts."""
-        if (site := self._site(weight)) is None:
-            return
-        inputs = inputs.detach()
+    def see(self, func: Any, left: Tensor, right: Tensor) -> None:
+        """A product, perhaps with the weight of a site, or of one or several of its experts, on either side."""
+        if (site := self._site(right)) is not None and right.ndim > 1:
+            self._meet(site, left, right, -1 if func in LINEAR else -2)
+        elif (site := self._site(left)) is not None and left.ndim > 1 and func not in LINEAR:
+            self._meet(site, right.mT if right.ndim > 1 else right, left, -1)
+
+    def _meet(self, site: Site, inputs: Tensor, weight: Tensor, contracted: int) -> None:
+        """Inputs of a weight, along their last dimension; `contracted` is the dimension of the weight they meet."""
         stacked, width = len(site.layout.rows) > 1, site.parameter.shape[site.layout.inputs]
-        if inputs.shape[-1] != width:
-            raise FactError(f"{site.name!r} is multiplied with {inputs.shape[-1]} inputs where it has {width}.")
+        square = width == site.parameter.shape[site.layout.rows[-1]] > 1
+        turned = square and weight.stride(contracted) != site.parameter.stride(site.layout.inputs)
+        if inputs.shape[-1] != width or turned:
+            raise FactError(
+                f"{site.name!r} is multiplied with {inputs.shape[-1]} features along its outputs, not with the"
+                f" {width} inputs it is laid out for. Leave it out with skip=..., or use a score that reads gradients."
+            )
+        inputs = self._without_padding(site, inputs.detach())
         if stacked and weight.ndim == 3:
             self.add(site, 0, inputs.reshape(len(weight), -1, width))
             return
         before = weight.storage_offset() - site.parameter.storage_offset()
         self.add(site, before // site.parameter.stride(0) if stacked else 0, inputs.reshape(1, -1, width))
+
+    def _select(self, source: Any, *where: Any, **named: Any) -> None:
+        """Remember which rows an expert is given: some of `[batch x positions, features]`, picked by index."""
+        given = (*where, *named.values())
+        parts = [part for value in given for part in (value if isinstance(value, tuple) else [value])]
+        rows = [part for part in parts if isinstance(part, Tensor) and part.ndim == 1]
+        real = next((mask for mask in self._real if mask.numel() == source.shape[0]), None)
+        if real is not None and len(rows) == 1 and source.ndim == 2:
+            self._selected = real.flatten()[rows[0]]
+
+    def _without_padding(self, site: Site, inputs: Tensor) -> Tensor:
+        """The inputs at real positions alone; all of them where they do not lie as the batch does."""
+        masks = self._real if "decoder" not in site.name else self._real[::-1]
+        for real in masks:
+            if inputs.ndim > 2 and inputs.shape[:2] == real.shape:
+                return inputs[real]
+            if inputs.ndim > 1 and inputs.shape[-2] == real.numel():
+                return inputs[..., real.flatten(), :]
+        if masks and self._selected is not None and inputs.ndim == 2 and len(inputs) == len(self._selected):
+            return inputs[self._selected]
+        return inputs
 
     def add(self, site: Site, first: int, inputs: Tensor) -> None:
         """Add inputs as the product gets them (autocast rounds them first), with sums in fp32."""
@@ -123,34 +173,51 @@ class Inputs(TorchFunctionMode):
     def _add(self, site: Site, first: int, inputs: Tensor) -> None:
         """Add inputs, `[matrices, tokens, features]`, to those matrices of a site that begin at `first`."""
         matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else len(inputs)
-        width = inputs.shape[-1]
+        width, device = inputs.shape[-1], inputs.device
         if site.name not in self.squares:
-            self.squares[site.name] = torch.zeros(matrices, width, device=inputs.device)
-            self.tokens[site.name] = torch.zeros(matrices, dtype=torch.int64, device=inputs.device)
+            self.squares[site.name] = torch.zeros(matrices, width, dtype=torch.float32, device=device)
+            self.tokens[site.name] = torch.zeros(matrices, dtype=torch.int64, device=device)
         where = slice(first, first + len(inputs))
         self.squares[site.name][where] += inputs.float().square().sum(1)
         self.tokens[site.name][where] += inputs.shape[1]
         if self._products:
             if site.name not in self.products:
-                self.products[site.name] = torch.zeros(matrices, width, width, device=inputs.device)
+                self.products[site.name] = torch.zeros(matrices, width, width, dtype=torch.float32, device=device)
             self.products[site.name][where] += product_of(inputs, inputs)
 
-    def seen(self, site: Site) -> Tensor:
-        """How many inputs each weight of a site has had."""
-        return self._expanded(site, self.tokens[site.name][:, None].expand_as(self.squares[site.name]))
+    def reached(self, site: Site) -> Tensor:
+        """Of each matrix of a site, whether it had inputs. Of one that computed unseen, all count as reached."""
+        matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else 1
+        if site.name not in self.tokens:
+            return torch.full((matrices,), site.name in self.touched, device=site.parameter.device)
+        return (self.tokens[site.name] > 0)[:matrices]
 
     def norms(self, site: Site) -> Tensor:
-        """Norms of input features, expanded to the shape of the site's weight."""
-        return self._expanded(site, self.squares[site.name].sqrt())
-
-    def _expanded(self, site: Site, root: Tensor) -> Tensor:
+        """Norms of input features, expanded to the shape of the site's weight; zero if there were no inputs."""
         shape = site.parameter.shape
+        if site.name not in self.squares:
+            return torch.zeros((), dtype=torch.float32, device=site.parameter.device).expand(shape)
+        root = self.squares[site.name].sqrt()
         if len(site.layout.rows) > 1:
             return root.unsqueeze(1 if site.layout.inputs == 2 else 2).expand(shape)
         if site.layout.inputs == 0:
             return root[0][:, None].expand(shape)
         grouped = root.view(len(root), 1, *shape[1:]).expand(len(root), shape[0] // len(root), *shape[1:])
         return grouped.reshape(shape) if len(root) > 1 else grouped[0].expand(shape)
+
+
+class Reach(Inputs):
+    """Only counts the inputs of each matrix."""
+
+    def _add(self, site: Site, first: int, inputs: Tensor) -> None:
+        matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else len(inputs)
+        fresh = torch.zeros(matrices, dtype=torch.int64, device=inputs.device)
+        self.tokens.setdefault(site.name, fresh)[first : first + len(inputs)] += inputs.shape[1]
+
+
+def _storage(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; -1 for tensors without any of their own, such as sparse ones."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -1
 
 
 def product_of(left: Tensor, right: Tensor) -> Tensor:
@@ -169,7 +236,7 @@ class _Lower(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in LOWER_PRODUCTS:
-            self._above.see(*(args[place] for place in LOWER_PRODUCTS[func]))
+            self._above.see(func, *(args[place] for place in LOWER_PRODUCTS[func]))
         return func(*args, **(kwargs or {}))
 
 
@@ -212,19 +279,17 @@ def gather_inputs(
     device = device or device_of(model)
     with quiet(model), torch.no_grad(), watch:
         for batch in batches:
-            forward(model, to_device(batch, device))
+            batch = to_device(batch, device)
+            watch.batch(real_positions(model, batch))
+            forward(model, batch)
             tick()
 
 
 def check_seen(watch: Inputs, sites: Collection[Site]) -> None:
-    """Refuse when a site took no part."""
-    if missing := unseen(watch, sites):
+    """Refuse sites that compute in a way whose inputs cannot be seen. Those that did not compute at all may pass."""
+    hidden = [site.name for site in sites if site.name not in watch.squares and site.name in watch.touched]
+    if hidden:
         raise FactError(
-            f"Nothing was multiplied with {', '.join(map(repr, missing[:3]))} while the batches ran through the model,"
-            " so nothing is known of its inputs. Leave it out with skip=..., or use a score that reads gradients."
+            f"The inputs of {', '.join(map(repr, hidden[:3]))} cannot be seen: they compute, but by no matmul or"
+            " convolution that can be followed. Leave them out with skip=..., or use a score that reads gradients."
         )
-
-
-def unseen(watch: Inputs, sites: Collection[Site]) -> list[str]:
-    """Sites that took no part."""
-    return [site.name for site in sites if site.name not in watch.squares]

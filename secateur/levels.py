@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from secateur.calibration import Batch, Loss
 from secateur.choices import scope_for, selector
 from secateur.errors import ScheduleError
+from secateur.patterns import check_choice
 from secateur.probing import Metric, Wardrobe, alone, check_probe, share_gone
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
@@ -63,11 +64,12 @@ def probe_until(
     if tune not in (False, True, "both"):
         raise ScheduleError(f"tune is False, True or 'both', not {tune!r}.")
     chosen = resolve(score)
-    scope = scope_for(chosen, scope, None, None)
-    _, select = selector(scope, None, None, start)
+    check_choice(start, scope or "model", None, None)
     subject = Subject(
         model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress
     )
+    scope = scope_for(chosen, scope, None, None, subject.sites)
+    _, select = selector(scope, None, None, start)
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     search = _Search(work, Wardrobe(subject), evaluate, max_drop, tune, refresh)
     search.run(start, step, tolerance)

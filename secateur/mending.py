@@ -67,18 +67,21 @@ def sparsegpt(subject: Subject, sparsity: float, pattern: Pattern | None) -> lis
 
     def work(site: Site, products: Tensor, crosses: Tensor | None, tokens: Tensor) -> None:
         mended, kept = site.parameter.detach().contiguous(), masks[site.name].contiguous()
-        choose = cheapest(sparsity) if pattern is None else groups_of(pattern.kept or 0, pattern.inputs)
+        total, span = mended.numel(), COLUMNS if pattern is None else pattern.inputs
+        choose = cheapest(sparsity, total) if pattern is None else groups_of(pattern.kept or 0, pattern.inputs)
         views = zip(
             as_matrices(mended, site.layout, len(products)),
             as_matrices(kept, site.layout, len(products)),
             products,
+            tokens.tolist(),
             strict=True,
         )
-        for mine, mask, product in views:
+        for mine, mask, product, seen in views:
+            product = product if seen else torch.eye(len(product), dtype=product.dtype, device=product.device)
             factor, damping = inverse_factor(product)
             dampings.append(damping)
             alive = None if bool(mask.all()) else mask.to(mine.device)
-            found, chosen = sweep(mine.float(), factor, choose, COLUMNS if pattern is None else pattern.inputs, alive)
+            found, chosen = sweep(mine.float(), factor, choose, span, alive, product.diagonal() == 0)
             mine.copy_(found)
             mask.copy_(chosen)
         site.parameter.detach().copy_(mended)
@@ -89,8 +92,8 @@ def sparsegpt(subject: Subject, sparsity: float, pattern: Pattern | None) -> lis
     for site in idle:
         width = as_matrices(site.parameter.detach().contiguous(), site.layout, 1)[0].shape[1]
         count = site.parameter.shape[0] if len(site.layout.rows) > 1 else 1
-        same = torch.eye(width, device=site.parameter.device).expand(count, width, width)  # every input alike
-        work(site, same, None, torch.ones(count))
+        same = torch.zeros(width, width, dtype=torch.float32, device=site.parameter.device)
+        work(site, same.expand(count, width, width), None, torch.zeros(count, dtype=torch.int64, device="cpu"))
     if again := sum(damping > DAMPING for damping in dampings):
         subject.notes["damping"] = f"{again} of {len(dampings)} matrices X^T X were not positive definite: damped more."
     return [mask.reshape(-1) for mask in masks.values()]

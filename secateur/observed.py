@@ -13,12 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from secateur.blocks import find_blocks
-from secateur.calibration import Batch, Loss, device_of, draw, first_in, in_bf16, quiet, standard_loss, to_device
+from secateur.calibration import (
+    Batch,
+    Loss,
+    device_of,
+    draw,
+    first_in,
+    in_bf16,
+    quiet,
+    run_model,
+    standard_loss,
+    to_device,
+)
 from secateur.entries import Entries
 from secateur.errors import FactError, ShardError
 from secateur.ferry import Ferry, ferry_for
 from secateur.gradients import GRADIENT_FACTS, gather_gradients
-from secateur.inputs import Inputs, check_seen, gather_inputs
+from secateur.inputs import Inputs, Reach, check_seen, gather_inputs
 from secateur.progress import Stages
 from secateur.registry import Score, resolve, scores
 from secateur.shards import is_sharded, unwrap
@@ -57,6 +68,7 @@ class Observed:
         if sharded := [site.name for site in self.sites if is_sharded(site.parameter)]:
             raise ShardError(f"{sharded[0]!r} is sharded. Calibration works on whole models: gather it first.")
         self.batches, self.loss = draw(batches, limit), loss or standard_loss
+        self.forward = loss or run_model  # where no gradient is needed, labels are not either
         home = device_of(self.model)
         self.device = home if device is None else torch.device(device)
         named = self.device.index is not None  # "cuda" is whichever GPU the model is on
@@ -67,9 +79,11 @@ class Observed:
         whole = {site.parameter.dtype for site in self.sites} == {torch.float32}
         self.swift = swift and whole and loss is None and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
         if self.swift:
-            self.loss = in_bf16(standard_loss)
+            self.loss, self.forward = in_bf16(standard_loss), in_bf16(run_model)
         self.notes: dict[str, str] = {}  # by what they are about
         self.reserved = 0  # bytes on the device that are for other things
+        self._reached: dict[str, Tensor] = {}
+        self._reach: Inputs | None = None  # inputs counted once, if gradients alone could not tell
 
     def facts(self, score: Score, more: Iterable[str] = ()) -> Facts:
         """Whatever the score reads, gathered from the batches on the model as it is now."""
@@ -80,7 +94,8 @@ class Observed:
                 f"{score.name} needs {', '.join(unknown)}, which only training can tell. Scores that work here:"
                 f" {', '.join(work)}."
             )
-        fixed = {"step": torch.tensor(float(len(self.batches))), "beta1": 0.0, "beta2": 0.0, "index": None}
+        step = torch.tensor(float(len(self.batches)), dtype=torch.float64)
+        fixed = {"step": step, "beta1": 0.0, "beta2": 0.0, "index": None}
         found: Facts = {
             site.name: {"weight": site.parameter.detach(), **{k: v for k, v in fixed.items() if k in wanted}}
             for site in self.sites
@@ -91,12 +106,39 @@ class Observed:
                 found[name] |= facts
         elif watch is not None:
             with self.crossing(), self.stages.stage("inputs", len(self.batches)) as tick:
-                gather_inputs(self.model, self.batches, watch, forward=self.loss, device=self.device, tick=tick)
+                gather_inputs(self.model, self.batches, watch, forward=self.forward, device=self.device, tick=tick)
         if watch is not None:
             check_seen(watch, self.sites)
             for site in self.sites:
-                found[site.name] |= {"input_norm": watch.norms(site), "tokens": watch.seen(site)}
+                found[site.name] |= {"input_norm": watch.norms(site), "reached": watch.reached(site)}
         return found
+
+    def reached(self, site: Site, facts: Mapping[str, Any]) -> Tensor:
+        """Of each matrix of a site (every expert is one), whether inputs reached it in any batch.
+
+        A gradient that is not zero throughout shows it. Where it is, as in dead units or after pruning cut a layer off,
+        the inputs themselves are counted, once. What was reached stays so, whatever is pruned later. A score that reads
+        nothing of the batches does not ask.
+        """
+        statistic = next((facts[name] for name in GRADIENT_FACTS if name in facts), None)
+        if "reached" not in facts and statistic is None:
+            return torch.ones(1, dtype=torch.bool, device="cpu")
+        found = facts["reached"] if statistic is None else has_gradients(site, statistic)
+        found = found.cpu() | self._reached.get(site.name, torch.tensor(False, device="cpu"))
+        if not bool(found.all()) and "reached" not in facts:
+            found |= self._counted().reached(site).cpu()
+        self._reached[site.name] = found
+        return found
+
+    def _counted(self) -> Inputs:
+        """The inputs of every matrix, counted in one pass over the batches."""
+        if self._reach is None:
+            self._reach = Reach(self.sites)
+            with self.crossing(), self.stages.stage("inputs", len(self.batches)) as tick:
+                gather_inputs(
+                    self.model, self.batches, self._reach, forward=self.forward, device=self.device, tick=tick
+                )
+        return self._reach
 
     def gradients(
         self, wanted: Collection[str], sites: Sequence[Site] | None = None, watch: Inputs | None = None
@@ -111,7 +153,7 @@ class Observed:
         with self.stages.stage("gradients", len(self.batches)) as tick, self.crossing(), again, part:
             return gather_gradients(
                 self.model, self.batches, sites, wanted, loss=self.loss, dtype=thrift.dtype, room=thrift.room,
-                ferry=self.ferry, rounded=rounded, watch=watch, tick=tick,
+                ferry=self.ferry, rounded=rounded, every=len(sites) == len(self.sites), watch=watch, tick=tick,
             )  # fmt: skip
 
     def thrift(self, sites: Sequence[Site], statistics: int) -> Thrift:
@@ -152,7 +194,7 @@ class Observed:
         """What carries blocks to the device, if the model is not there."""
         if not self._streams:
             return None
-        return ferry_for(self.model, self.batches[0], self.loss, self.sites, self.device)
+        return ferry_for(self.model, self.batches[0], self.forward, self.sites, self.device)
 
     def crossing(self) -> AbstractContextManager[None]:
         """Inside, the model computes on the subject's device, wherever it lives."""
@@ -163,7 +205,14 @@ class Observed:
         """Parts of the model that follow one another, if any."""
         if self.ferry is not None:
             return list(self.ferry.blocks)
-        return find_blocks(self.model, self.batches[0], self.loss, self.sites)
+        return find_blocks(self.model, self.batches[0], self.forward, self.sites)
+
+
+def has_gradients(site: Site, statistic: Tensor) -> Tensor:
+    """Of each matrix of a site, whether a statistic of its gradients is not zero throughout."""
+    matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else 1
+    near = statistic.to(site.parameter.device)
+    return torch.linalg.vector_norm(near.reshape(matrices, -1), float("inf"), dim=1) != 0
 
 
 def _every_site(model: nn.Module, skip: Globs, only: Globs | None) -> tuple[list[Site], list[LeftOut]]:

@@ -6,13 +6,14 @@ import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from secateur.blocks import Chain, enter
-from secateur.calibration import quiet, to_device
+from secateur.calibration import Batch, quiet, real_positions, to_device
 from secateur.errors import FactError
 from secateur.ferry import landed
 from secateur.inputs import Inputs, product_of
@@ -74,20 +75,22 @@ class Paired(Inputs):
 @dataclass
 class Part:
     """A stretch of the model: its sites, and how each of its batches is run through it, as it is and with dense
-    weights."""
+    weights. Outside of blocks, layers are worked on one by one, since each may read what another has changed."""
 
     sites: list[Site]
     batches: int
+    real: Callable[[int], list[Tensor]]  # masks of what is not padding
     run: Callable[[int], Any]
     run_dense: Callable[[int, Recorder], Any] | None
     done: Callable[[], None]
+    one_by_one: bool = False
 
 
 def parts(subject: Subject, dense: Mapping[str, Tensor] | None) -> Generator[Part]:
     """The blocks one after another, then whatever lies outside of them; with `dense`, each beside its dense twin."""
     model, sites, batches = subject.model, subject.sites, subject.batches
     with subject.crossing():
-        chain = enter(model, subject.blocks, batches, subject.loss, subject.device) if subject.blocks else None
+        chain = enter(model, subject.blocks, batches, subject.forward, subject.device) if subject.blocks else None
     done: set[str] = set()
     if chain is not None:
         with _here(chain.blocks[0], subject):  # it tries whether batches may be merged
@@ -101,10 +104,15 @@ def parts(subject: Subject, dense: Mapping[str, Tensor] | None) -> Generator[Par
                 yield _block(chain, number, mine, inside, states, dense)
     if rest := [site for site in sites if site.name not in done]:
         with subject.crossing():
+            near = partial(_on_device, subject)
             yield Part(
-                rest, len(batches), lambda b: subject.loss(model, to_device(batches[b], subject.device)), None,
-                lambda: None,
+                rest, len(batches), lambda b: real_positions(model, near(b)), lambda b: subject.forward(model, near(b)),
+                None, lambda: None, one_by_one=True,
             )  # fmt: skip
+
+
+def _on_device(subject: Subject, batch: int) -> Batch:
+    return to_device(subject.batches[batch], subject.device)
 
 
 def _here(block: nn.Module, subject: Subject) -> AbstractContextManager[None]:
@@ -116,7 +124,10 @@ def _block(
     chain: Chain, number: int, sites: list[Site], inside: Mapping[int, str], states: list[Tensor], dense: Any
 ) -> Part:
     if dense is None:
-        return Part(sites, len(chain.states), lambda b: chain.run(number, b), None, lambda: chain.advance(number))
+        return Part(
+            sites, len(chain.states), chain.real.__getitem__, lambda b: chain.run(number, b), None,
+            lambda: chain.advance(number),
+        )  # fmt: skip
     twin = copy.deepcopy(chain.blocks[number])
     its = dict(twin.named_parameters())
     for site in sites:
@@ -134,7 +145,7 @@ def _block(
         for batch in range(len(states)):
             states[batch] = ahead[batch]
 
-    return Part(sites, len(states), lambda b: chain.run(number, b), run_dense, done)
+    return Part(sites, len(states), chain.real.__getitem__, lambda b: chain.run(number, b), run_dense, done)
 
 
 def in_order(subject: Subject, name: str, work: Work, dense: Mapping[str, Tensor] | None = None) -> list[Site]:
@@ -149,7 +160,8 @@ def in_order(subject: Subject, name: str, work: Work, dense: Mapping[str, Tensor
             together = _together(recordings)
             seen = {name for group in together for name in group}
             together += [[site.name] for site in part.sites if site.name not in seen]  # by later batches, perhaps
-            for groups in [[group] for group in together] if dense is not None else [together]:
+            alone = dense is not None or part.one_by_one
+            for groups in [[group] for group in together] if alone else [together]:
                 idle += _visit(part, groups, recordings, work)
             part.done()
             tick()
@@ -161,6 +173,7 @@ def _record(part: Part) -> list[Calls]:
     found = []
     for batch in range(part.batches if part.run_dense is not None else 1):
         recorder = Recorder(part.sites)
+        recorder.batch(part.real(batch))
         if part.run_dense is not None:
             part.run_dense(batch, recorder)
         else:
@@ -192,6 +205,7 @@ def _visit(part: Part, groups: list[list[str]], recordings: list[Calls], work: W
     sites = {site.name: site for site in part.sites}
     watch = Paired([sites[group[0]] for group in groups])
     for batch in range(part.batches):
+        watch.batch(part.real(batch))
         watch.expect(recordings[batch] if part.run_dense is not None else {})
         try:
             with watch:

@@ -13,6 +13,7 @@ from secateur import kernels
 from secateur.calibration import Batch, Loss
 from secateur.choices import scope_for, selector
 from secateur.errors import PatternError, ScheduleError
+from secateur.patterns import check_choice
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.shelf import on_host
@@ -25,7 +26,7 @@ from secateur.veto import Probe
 ORDERS = ("joint", "reverse", "forward", "size")
 Metric = Callable[[nn.Module], float]
 JUDGED = 1 << 15  # tokens (or numbers) that the loss is taken over when no other measure is given
-EXACT_POOL = 1.25  # candidates for each weight that is to go, when they are ranked by growth
+EXACT_POOL = 1.1  # candidates for each weight that is to go, when exactly so many are to go
 
 
 def mean_loss(subject: Subject) -> float:
@@ -112,23 +113,25 @@ def probe(
     more than `tolerance` is left as it was, to the bit, the others are pruned. `order` is "joint" (all layers at once:
     two passes over the batches) or layer after layer, "reverse", "forward" or largest first ("size"), `group` layers at
     a time or "block" by block, gradients measured anew for each; candidates come from one look at the dense model
-    unless `refresh`. With `exact`, more candidates are tried, and those whose gradients grew least go until the asked
-    sparsity is met. The report sets the score alone beside it, at the sparsity that was achieved, by `evaluate(model)`
-    or else by the loss over the batches; `tolerances` are tried on the gradients of a joint probe and reported too.
+    unless `refresh`. With `exact`, a tenth more candidates are tried, and those whose score times the root of their
+    gradient's growth is lowest go until the asked sparsity is met. The report sets the score alone beside it, at the
+    sparsity that was achieved, by `evaluate(model)` or else by the loss over the batches; `tolerances` are tried on the
+    gradients of a joint probe and reported too.
     """
     check_probe(order, group, shrink, tolerance, exact)
     chosen, shape = resolve(score), parse_pattern(pattern)
-    scope = scope_for(chosen, scope, shape, allocation)
-    if exact and order != "joint" and scope == "model":
-        raise PatternError('exact=True layer after layer needs a sparsity for each layer: pass scope="layer" or "row".')
+    check_choice(sparsity, scope or "model", shape, allocation)
     if shape is not None and not exact:
         raise PatternError("The veto lets single weights go, which breaks a pattern: pass exact=True, or no pattern.")
     if tolerances and order != "joint":
         raise PatternError("tolerances are tried on the gradients of one joint probe; use order='joint'.")
-    wanted, select = selector(scope, shape, allocation, sparsity)
     subject = Subject(
         model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress
     )
+    scope = scope_for(chosen, scope, shape, allocation, subject.sites)
+    if exact and order != "joint" and scope == "model":
+        raise PatternError('exact=True layer after layer needs a sparsity for each layer: pass scope="layer" or "row".')
+    wanted, select = selector(scope, shape, allocation, sparsity)
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     pool = min(0.999, EXACT_POOL * wanted) if exact else wanted
     found = _judged(work, evaluate, tolerances, refresh, pool, tolerance, wanted if exact else None)
@@ -176,4 +179,4 @@ def check_probe(order: str, group: int | str, shrink: float, tolerance: float, e
     if not tolerance >= 0:
         raise ScheduleError(f"tolerance must be at least 0: by how much a gradient may grow; got {tolerance!r}.")
     if exact and tolerance:
-        raise ScheduleError("exact=True ranks by growth and knows no tolerance. Leave one of them out.")
+        raise ScheduleError("exact=True ranks by score and growth and knows no tolerance. Leave one of them out.")

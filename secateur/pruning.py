@@ -52,7 +52,8 @@ def prune(
     `batches` are drawn once (the first `limit`): token ids, (inputs, targets), or mappings a Hugging Face model takes.
     `loss(model, batch)` replaces the usual one. `score` is any registered score; those that read Adam's moments are fed
     with means over the batches of gradients and their squares, `wanda` with norms of inputs. `scope` defaults to that
-    of the score's paper: rows for wanda, layers for magnitude, otherwise the whole model. With `rounds`, sparsity rises
+    of the score's paper: rows for wanda (the whole model in convolutional networks), layers for magnitude, otherwise
+    the whole model. Positions that an attention mask marks as padding are no inputs. With `rounds`, sparsity rises
     along a cubic and everything is measured anew in between. `reconstruct=True` repairs the surviving weights at the
     end, "every" after every round, so that the next round measures the repaired ones. `method="sparsegpt"` is SparseGPT
     itself, which chooses by its own rule. On a GPU a model in fp32 is measured in bf16 (autocast), unless `loss` is
@@ -68,9 +69,10 @@ def prune(
     if method == SPARSEGPT:
         return _by_sparsegpt(Subject(model, batches, **settings), sparsity, shape)
     chosen = resolve(score)
-    scope = scope_for(chosen, scope, shape, allocation)
-    wanted, select = selector(scope, shape, allocation, sparsity)
+    check_choice(sparsity, scope or "model", shape, allocation)
     subject = Subject(model, batches, **settings)
+    scope = scope_for(chosen, scope, shape, allocation, subject.sites)
+    wanted, select = selector(scope, shape, allocation, sparsity)
     _in_rounds(subject, chosen, select, wanted, rounds, reconstruct)
     how = f"{rounds} round{'s' if rounds > 1 else ''}" + (f", repaired ({reconstruct})" if reconstruct else "")
     return subject.outcome(
@@ -100,7 +102,7 @@ def _in_rounds(
         began = time.perf_counter()
         with subject.stages.stage("selection"), torch.no_grad():
             asked = wanted if number == rounds else ramp(number)
-            picked = select(subject.targets(score, facts), asked, subject.held.packed)
+            picked = select(subject.targets(score, facts, asked, select.together), asked, subject.held.packed)
         del facts
         subject.take(picked, asked, time.perf_counter() - began)
         if reconstruct == "every" or (reconstruct and number == rounds):

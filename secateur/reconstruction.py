@@ -19,15 +19,18 @@ COLUMNS = 128  # that a sweep finishes before it brings all to their right up to
 DAMPING = 0.01  # of the mean of the diagonal, added to it
 ATTEMPTS = 6  # each with ten times the damping of the one before
 
-# Columns, the diagonal of the factor there, and which of their weights are alive (None: all) to a mask.
-Choice = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# Columns, the diagonal of the factor there, which of their weights are alive (None: all), and which columns have
+# inputs that are always zero, to a mask.
+Choice = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 
 
 def damped(product: Tensor, damping: float = DAMPING) -> Tensor:
-    """X^T X with something added to its diagonal. An input that was always zero gets the mean, so it stays put."""
+    """X^T X with a share of its mean diagonal added to the diagonal. An input that was always zero gets the mean, so
+    that its weights do not move, and counts for no mean."""
     diagonal = product.diagonal()
-    mean = diagonal.mean().clamp(min=1e-30)
-    return product + torch.diag(torch.where(diagonal == 0, mean, damping * mean))
+    silent = diagonal == 0
+    mean = (diagonal.sum() / (~silent).sum().clamp(min=1)).clamp(min=1e-30)
+    return product + torch.diag(torch.where(silent, mean, damping * mean))
 
 
 def inverse_factor(product: Tensor, damping: float = DAMPING) -> tuple[Tensor, float]:
@@ -46,11 +49,18 @@ def inverse_factor(product: Tensor, damping: float = DAMPING) -> tuple[Tensor, f
 
 
 def sweep(
-    weight: Tensor, factor: Tensor, choose: Choice, span: int = COLUMNS, alive: Tensor | None = None
+    weight: Tensor,
+    factor: Tensor,
+    choose: Choice,
+    span: int = COLUMNS,
+    alive: Tensor | None = None,
+    silent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weight with some dropped and the others to their right made up for it; and the mask, which is chosen for
-    every `span` columns (a divisor of `COLUMNS`) once those to their left are done. What is not `alive` stays gone."""
+    every `span` columns (a divisor of `COLUMNS`) once those to their left are done. What is not `alive` stays gone.
+    `silent` columns have inputs that are always zero: nothing is lost with their weights."""
     weight, width = weight.clone(), weight.shape[1]
+    silent = torch.zeros(width, dtype=torch.bool, device=weight.device) if silent is None else silent
     kept = torch.ones_like(weight, dtype=torch.bool)
     for begin in range(0, width, COLUMNS):
         end = min(begin + COLUMNS, width)
@@ -60,7 +70,8 @@ def sweep(
             if column % span == 0:
                 chosen = slice(column, column + span)
                 living = None if alive is None else alive[:, begin:end][:, chosen]
-                kept[:, begin:end][:, chosen] = choose(part[:, chosen], mine.diagonal()[chosen], living)
+                idle = silent[begin:end][chosen]
+                kept[:, begin:end][:, chosen] = choose(part[:, chosen], mine.diagonal()[chosen], living, idle)
             dropped = part[:, column].masked_fill(kept[:, begin + column], 0)
             errors[:, column] = dropped / mine[column, column]
             part[:, column:] -= errors[:, column, None] * mine[column, None, column:]
@@ -68,15 +79,17 @@ def sweep(
     return weight.masked_fill_(~kept, 0), kept
 
 
-def cheapest(sparsity: float) -> Choice:
-    """A choice that drops this share of the weights, those whose loss costs least; in all exactly this share."""
+def cheapest(sparsity: float, total: int) -> Choice:
+    """A choice that drops this share of `total` weights exactly, those whose loss costs least. Weights that cost
+    nothing go at once, up to the whole share; then fewer go later."""
     seen = gone = 0
 
-    def choose(part: Tensor, diagonal: Tensor, alive: Tensor | None) -> Tensor:
+    def choose(part: Tensor, diagonal: Tensor, alive: Tensor | None, silent: Tensor) -> Tensor:
         nonlocal seen, gone
         seen += part.numel()
-        count = max(0, round(sparsity * seen) - gone)
-        mask = without_lowest(_costs(part, diagonal, alive).view(1, -1), count).view_as(part)
+        free = silent.expand_as(part) if alive is None else silent | ~alive
+        count = max(0, round(sparsity * seen) - gone, min(int(free.sum()), round(sparsity * total) - gone))
+        mask = without_lowest(_costs(part, diagonal, alive, silent).view(1, -1), count).view_as(part)
         gone += count if alive is None else part.numel() - int(mask.sum())
         return mask
 
@@ -86,15 +99,17 @@ def cheapest(sparsity: float) -> Choice:
 def groups_of(kept: int, of: int) -> Choice:
     """A choice that keeps the `kept` dearest of every `of` neighbours (a span of so many columns)."""
 
-    def choose(part: Tensor, diagonal: Tensor, alive: Tensor | None) -> Tensor:
-        return without_lowest(_costs(part, diagonal, alive).view(-1, of), of - kept).view_as(part)
+    def choose(part: Tensor, diagonal: Tensor, alive: Tensor | None, silent: Tensor) -> Tensor:
+        return without_lowest(_costs(part, diagonal, alive, silent).view(-1, of), of - kept).view_as(part)
 
     return choose
 
 
-def _costs(part: Tensor, diagonal: Tensor, alive: Tensor | None) -> Tensor:
-    """What it costs to lose each weight, as keys; those that are gone already come before all others."""
-    keys = keys_of((part / diagonal).square().contiguous())
+def _costs(part: Tensor, diagonal: Tensor, alive: Tensor | None, silent: Tensor) -> Tensor:
+    """What it costs to lose each weight, as keys. Weights that are gone already come first, then those of silent
+    inputs, smallest first."""
+    costs = torch.where(silent, -1 / (1 + part.abs()), (part / diagonal).square())
+    keys = keys_of(costs.contiguous())
     return keys if alive is None else keys.masked_fill_(~alive, DEAD_KEY)
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from secateur import kernels
-from secateur.bits import as_bool, packed_bytes, to_bits
+from secateur.bits import packed_bytes, to_bits
 from secateur.calibration import Batch
-from secateur.facts import target_of
+from secateur.facts import least_spared, spared_share, target_of
 from secateur.masks import Held, Masks
 from secateur.observed import Facts, Observed
 from secateur.registry import Score
@@ -44,30 +44,37 @@ class Subject(Observed):
         self.held.take(masks, counts)
         self.notes["sparse"] = f"{sum(self._before):,} weights were zero already and count as pruned."
 
-    def targets(self, score: Score, facts: Facts, anew: bool = False) -> list[Target]:
-        """Every site as a selection sees it, with its masks or `anew`. Weights nothing is known about come last, and
-        are noted."""
-        made, unknown = [], []
-        gone = [0] * len(self.sites) if anew else self.held.dead
+    def targets(self, score: Score, facts: Facts, asked: float, together: bool, anew: bool = False) -> list[Target]:
+        """Every site as a selection at this sparsity sees it, with its masks or `anew`. Matrices that no inputs reached
+        are spared; `together` says that all sites compete with each other."""
+        made, gone = [], [0] * len(self.sites) if anew else self.held.dead
+        spared = self._spared({site.name: self.reached(site, facts[site.name]) for site in self.sites}, asked, together)
         for site, mask, dead in zip(self.sites, self.held.masks, gone, strict=True):
-            mine = facts[site.name]
-            known = evidence(mine)
-            if known is not None:
-                missing = known.to(mask.device) == 0
-                if dead:
-                    missing = missing & as_bool(mask, site.parameter.shape)
-                count = int(missing.sum())
-                unknown += [(site.name, count)] if count else []
-                known = known if count else None
-            needed = {name: mine[name] for name in score.needs}
-            made.append(target_of(site, score, needed, mask, dead, known=known))
-        if unknown:
-            shown = ", ".join(f"{name} ({count:,})" for name, count in unknown[:4]) + (", ..." if unknown[4:] else "")
-            self.notes["unknown"] = (
-                f"{sum(count for _, count in unknown):,} weights without evidence (the batches never touched them) are"
-                f" kept before all others: {shown}"
-            )
+            needed = {name: facts[site.name][name] for name in score.needs}
+            made.append(target_of(site, score, needed, mask, dead, spared=spared.get(site.name)))
         return made
+
+    def _spared(self, reached: Mapping[str, Tensor], asked: float, together: bool) -> dict[str, Tensor]:
+        """From what magnitude on unreached matrices are spared, for the sites that have any; noted."""
+        sizes = {site.name: site.parameter.numel() for site in self.sites}
+        counts = {name: int((~found).sum()) * sizes[name] // len(found) for name, found in reached.items()}
+        counts = {name: count for name, count in counts.items() if count}
+        if not counts:
+            return {}
+        share = spared_share(asked, sum(counts.values()), sum(sizes.values()))
+        floors = {}
+        for site in self.sites:
+            if site.name in counts:
+                mine = share if together else spared_share(asked, counts[site.name], sizes[site.name])
+                matrices = site.parameter.detach().reshape(len(reached[site.name]), -1)
+                floors[site.name] = least_spared(matrices, reached[site.name], mine)
+        named = [f"{name} ({count:,})" for name, count in counts.items()]
+        self.notes["unreached"] = (
+            f"No inputs reached {sum(counts.values()):,} weights in any batch (experts without tokens, layers that were"
+            f" not called). They are ranked by magnitude, and {share:.0%} of them are kept before all others:"
+            f" {', '.join(named[:4])}{', ...' if named[4:] else ''}"
+        )
+        return floors
 
     def take(self, chosen: Selection, asked: float, seconds: float) -> None:
         """Hold these masks and zero what they say is gone."""
@@ -115,12 +122,3 @@ class Subject(Observed):
             notes=tuple(self.notes.values()),
             masks=self.masks(),
         )
-
-
-def evidence(facts: Mapping[str, Any]) -> Tensor | None:
-    """A statistic that is zero exactly where the batches never touched a weight, if one was gathered."""
-    for name in ("gradient_max", "gradient", "exp_avg_sq", "exp_avg", "tokens"):
-        if isinstance(facts.get(name), Tensor):
-            found: Tensor = facts[name]
-            return found
-    return None

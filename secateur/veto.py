@@ -11,7 +11,7 @@ from torch import Tensor
 from secateur.bits import as_bool, to_bits
 from secateur.choices import Select
 from secateur.errors import PatternError
-from secateur.facts import UNKNOWN, target_of
+from secateur.facts import UNREACHED, kept_last, target_of
 from secateur.observed import Facts
 from secateur.pieces import Where, flat_part
 from secateur.registry import Score
@@ -19,37 +19,55 @@ from secateur.subject import Subject
 from secateur.targets import Selection, Target
 
 STATISTIC = "gradient_max"
+MOST_GROWTH = 1e6
 
 
 def agrees(old: Tensor, new: Tensor, tolerance: float) -> Tensor:
-    """The veto: True where a candidate may go, because its gradient grew by no more than the tolerance. A gradient
-    that was zero throughout is no evidence."""
-    return (new <= old * (1 + tolerance)) & (old > 0)
+    """The veto: True where a candidate may go, because its gradient grew by no more than the tolerance. One that was
+    zero and stayed zero has not grown."""
+    return new <= old * (1 + tolerance)
 
 
 def growth(old: Tensor, new: Tensor) -> Tensor:
-    """By what factor gradients grew; without evidence, more than any other."""
-    return torch.where(old > 0, new / old, UNKNOWN)
+    """By what factor gradients grew, at most `MOST_GROWTH`: zero for those that were zero and stayed zero."""
+    return torch.where(new == 0, 0.0, new / old).clamp(max=MOST_GROWTH)
+
+
+def tempered(scores: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Scores times the root of growth: a weight whose gradient grew is worth more than its score says. (Growth alone
+    ranks far worse, by either measure of docs/after-training.md.)"""
+    factor = growth(old, new).sqrt()
+    return torch.where(scores >= 0, scores * factor, scores / factor)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Candidates of one site (True = candidate, bools or bits), and its gradients before and after they shrank."""
+    """Candidates of one site (True = candidate, bools or bits), its gradients before and after they shrank, and which
+    of its matrices inputs reached."""
 
     number: int
     shape: torch.Size
     candidates: Tensor
     old: Tensor
     new: Tensor
+    reached: Tensor
 
     def bools(self) -> Tensor:
         """The candidates in the weight's shape."""
         return as_bool(self.candidates, self.shape)
 
     def going(self, tolerance: float) -> Tensor:
-        """Candidates that the veto lets go."""
+        """Candidates that the veto lets go; none where no inputs came, since nothing was tried there."""
         device = self.candidates.device
-        return self.bools() & agrees(self.old.to(device).float(), self.new.to(device).float(), tolerance)
+        agreed = agrees(self.old.to(device).float(), self.new.to(device).float(), tolerance)
+        return self.bools() & agreed & self._tried()
+
+    def spared(self) -> int:
+        """How many candidates no inputs reached."""
+        return 0 if bool(self.reached.all()) else int((self.bools() & ~self._tried()).sum())
+
+    def _tried(self) -> Tensor:
+        return self.reached.to(self.candidates.device).view(-1, *[1] * (len(self.shape) - 1))
 
 
 class Probe:
@@ -82,7 +100,7 @@ class Probe:
         if anew:
             self._old = {}  # of other weights than those that will be probed
         with self.subject.stages.stage("selection"):
-            targets = self.subject.targets(self.score, facts, anew)
+            targets = self.subject.targets(self.score, facts, sparsity, self._select.together, anew)
             return self._select(targets, sparsity, self.subject.held.packed).masks
 
     def candidates(self, sparsity: float, refresh: bool = False) -> list[Tensor]:
@@ -116,7 +134,14 @@ class Probe:
                 weight = site.parameter.detach()
                 weight[as_bool(candidates[n], weight.shape)] = value.to(weight.device)
         return [
-            Trial(n, site.parameter.shape, candidates[n], old[site.name], new[site.name][STATISTIC])
+            Trial(
+                n,
+                site.parameter.shape,
+                candidates[n],
+                old[site.name],
+                new[site.name][STATISTIC],
+                subject.reached(site, {STATISTIC: old[site.name]}),
+            )
             for n, site in zip(numbers, sites, strict=True)
         ]
 
@@ -178,7 +203,7 @@ class Probe:
         trials: list[Trial] = []
         self._before = [mask.clone() for mask in self.subject.held.masks] if self.order == "joint" else []
         candidates = self.candidates(sparsity, refresh)
-        empty = 0
+        spared = 0
         for number, group in enumerate(self.groups()):
             if refresh and number:
                 candidates = self.candidates(sparsity, refresh)
@@ -187,30 +212,37 @@ class Probe:
                 self.hold((trial.number, trial.going(tolerance)) for trial in trials)
             else:
                 self.rank(trials, exactly)
-            empty += sum(int((t.bools() & (t.old.to(t.candidates.device) == 0)).sum()) for t in trials)
-        if empty:
-            self.subject.notes["empty"] = f"{empty:,} candidates had no gradient at all, which is no evidence: kept."
+            spared += sum(trial.spared() for trial in trials)
+        if spared and exactly is None:
+            self.subject.notes["spared"] = f"{spared:,} candidates are kept because no inputs reached them."
         return trials if self.order == "joint" else []
 
     def rank(self, trials: Sequence[Trial], sparsity: float) -> None:
-        """Exactly this sparsity: candidates go in the order in which their gradients grew least."""
+        """Exactly this sparsity: candidates go in the order of their score, tempered by how their gradients grew."""
         targets: list[Target] = []
         for trial in trials:
             site = self.subject.sites[trial.number]
             mask, dead = self.subject.held.masks[trial.number], self.subject.held.dead[trial.number]
-            target = target_of(site, self.score, self.facts()[site.name], mask, dead)
-            targets.append(_ranked(target, trial))
+            facts = self.facts()[site.name]
+            target = target_of(site, self.score, {name: facts[name] for name in self.score.needs}, mask, dead)
+            targets.append(_ranked(target, trial, site.parameter.detach()))
         picked: Selection = self._select(targets, sparsity, self.subject.held.packed)
         found = zip(trials, picked.masks, strict=True)
         self.hold((trial.number, ~as_bool(mask, trial.shape)) for trial, mask in found)
 
 
-def _ranked(target: Target, trial: Trial) -> Target:
-    """The site with growth for a score; what is not a candidate comes last."""
-    candidates, device = trial.bools(), target.piece.device
+def _ranked(target: Target, trial: Trial, weight: Tensor) -> Target:
+    """The site with scores tempered by growth. What no inputs reached comes after, and what is no candidate last."""
+    candidates, device, plain = trial.bools(), target.piece.device, target.piece.score
+
+    def grown(where: Where) -> Tensor:
+        old, new = (flat_part(found, where).to(device).float() for found in (trial.old, trial.new))
+        return tempered(plain(where), old, new)
+
+    floors = torch.where(trial.reached, torch.nan, 0.0)  # whatever came so far as to be a candidate ranks by magnitude
+    among = kept_last(grown, floors, weight)
 
     def score(where: Where) -> Tensor:
-        old, new = (flat_part(found, where).to(device).float() for found in (trial.old, trial.new))
-        return torch.where(flat_part(candidates, where), growth(old, new).clamp(max=UNKNOWN), 2 * UNKNOWN)
+        return torch.where(flat_part(candidates, where), among(where), 2 * UNREACHED)
 
     return replace(target, piece=replace(target.piece, score=score, source=None))

@@ -85,7 +85,7 @@ def test_experts_each_have_their_own() -> None:
     assert torch.allclose(norms[0], inputs[0::2].norm(dim=0).expand(8, 4), atol=1e-5)
     assert torch.allclose(norms[1], inputs[1::2].norm(dim=0).expand(8, 4), atol=1e-5)
     assert bool((norms[2] == 0).all())
-    assert bool((found.seen(sites["down"])[2] == 0).all())
+    assert found.reached(sites["down"]).tolist() == [True, True, False]
 
 
 def test_batched_experts() -> None:
@@ -145,5 +145,60 @@ def test_a_weight_nobody_multiplies_with() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return self.used(inputs)
 
-    with pytest.raises(FactError, match=r"Nothing was multiplied with 'idle.weight'.*skip="):
-        watched(Idle(), torch.randn(2, 4))
+    found, sites = watched(Idle(), torch.randn(2, 4))
+    assert found.reached(sites["used.weight"]).tolist() == [True]
+    assert found.reached(sites["idle.weight"]).tolist() == [False]
+    assert bool((found.norms(sites["idle.weight"]) == 0).all())
+
+
+def test_a_weight_that_computes_unseen_is_refused_by_name() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return (self.layer.weight * inputs[:, None]).sum(-1)
+
+    with pytest.raises(FactError, match=r"The inputs of 'layer.weight' cannot be seen.*skip="):
+        watched(Scaled(), torch.randn(2, 4))
+
+
+class Sided(nn.Module):
+    """A weight used in some way by hand."""
+
+    def __init__(self, way: Any, shape: tuple[int, int] = (3, 5)) -> None:
+        super().__init__()
+        self.layer, self.way = nn.Linear(shape[1], shape[0], bias=False), way
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.way(self.layer.weight, inputs)
+        return found
+
+
+WAYS = {
+    "on the left": lambda w, x: w @ x.mT,
+    "matmul on the left": lambda w, x: torch.matmul(w, x.mT),
+    "one by one on the left": lambda w, x: torch.stack([w @ row for row in x.reshape(-1, 5)]),
+    "transposed on the right": lambda w, x: x @ w.t(),
+    "einsum": lambda w, x: torch.einsum("bti,oi->bto", x, w),
+    "einsum, weight first": lambda w, x: torch.einsum("oi,bti->bot", w, x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_is_seen_on_either_side(way: str) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 4, 5)
+    found, sites = watched(Sided(WAYS[way]), inputs, products=True)
+    flat = inputs.reshape(-1, 5)
+    assert found.tokens["layer.weight"].tolist() == [8]
+    assert torch.allclose(found.norms(sites["layer.weight"]), flat.norm(dim=0).expand(3, 5), atol=1e-5)
+    assert torch.allclose(found.products["layer.weight"][0], flat.T @ flat, atol=1e-4)
+
+
+def test_a_square_weight_used_from_its_outputs_is_refused() -> None:
+    watched(Sided(lambda w, x: x @ w.t(), (5, 5)), torch.randn(2, 4, 5))
+    for way in (lambda w, x: x @ w, lambda w, x: w.t() @ x.mT):
+        with pytest.raises(FactError, match="along its outputs"):
+            watched(Sided(way, (5, 5)), torch.randn(2, 4, 5))

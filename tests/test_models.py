@@ -128,8 +128,28 @@ def test_experts_without_tokens_are_not_taken_for_useless() -> None:
         idle = seen.tokens[site.name] == 0
         assert int(idle.sum()) == 2
         assert bool(report.masks[site.name][idle].all())
-    assert any("without evidence" in note for note in report.notes)
+    assert any("No inputs reached" in note and "100% of them" in note for note in report.notes)
     assert report.pruned == round(0.3 * report.prunable)
+
+
+@pytest.mark.parametrize("scope", ["model", "layer"])
+def test_idle_experts_do_not_take_all_that_is_kept(scope: str) -> None:
+    torch.manual_seed(0)
+    model = mixtral()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.zero_()  # two experts of four have no tokens: half of the weights
+    report = sc.prune(model, IDS, sparsity=0.6, only="*experts*", scope=scope)
+    assert report.pruned == round(0.6 * report.prunable)
+    busy = idle = 0.0
+    for mask in report.masks.values():
+        used = mask.flatten(1).float().mean(1).sort().values
+        busy, idle = (
+            busy + float(used[:2].mean()) / len(report.masks),
+            idle + float(used[2:].mean()) / len(report.masks),
+        )
+    assert busy == pytest.approx(0.2, abs=0.01)  # half of what is kept at 60 %
+    assert idle == pytest.approx(0.6, abs=0.01)
 
 
 def test_tied_heads_are_left_alone_and_context_is_free() -> None:

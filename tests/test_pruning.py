@@ -151,7 +151,8 @@ def test_a_model_without_blocks_is_repaired_all_the_same() -> None:
     assert report.sparsity == pytest.approx(0.5, abs=0.05)
 
 
-def test_weights_without_evidence_are_kept_and_said() -> None:
+@pytest.mark.parametrize("settings", [{}, {"score": "fisher"}, {"score": "wanda"}, {"rounds": 3}, {"exact": True}])
+def test_weights_whose_gradient_is_zero_go_first(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, batches = classifier()
     with torch.no_grad():
@@ -160,10 +161,70 @@ def test_weights_without_evidence_are_kept_and_said() -> None:
         first.weight[:8] = 0  # eight units that always give zero ...
         assert first.bias is not None
         first.bias[:8] = 0  # ... so that what reads them has no gradient
-    report = sc.prune(model, batches, sparsity=0.6, skip="0")
-    assert bool(report.masks["2.weight"][:, :8].all())
-    assert any("384 weights without evidence" in note and "2.weight (384)" in note for note in report.notes)
-    assert report.pruned == round(0.6 * report.prunable)
+    work = sc.probe if "exact" in settings else sc.prune
+    report = work(model, batches, sparsity=0.4, skip="0", **settings)
+    assert not bool(report.masks["2.weight"][:, :8].any())
+    assert not [note for note in report.notes if "No inputs reached" in note]
+
+
+def test_layers_the_batches_never_call_are_kept_and_said() -> None:
+    torch.manual_seed(0)
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle, self.last = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 4)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            first = self.idle if bool((inputs > 1e9).any()) else self.used
+            return self.last(torch.relu(first(inputs)))
+
+    _, batches = classifier()
+    for settings in ({}, {"score": "wanda", "scope": "model"}, {"rounds": 3}):
+        report = sc.prune(Branches(), batches, sparsity=0.3, **settings)
+        assert report.pruned == round(0.3 * report.prunable)
+        assert bool(report.masks["idle.weight"].all())
+        assert any("No inputs reached 512 weights" in note and "idle.weight (512)" in note for note in report.notes)
+    report = sc.prune(Branches(), batches, sparsity=0.5, score="wanda")
+    assert bool((report.masks["idle.weight"].sum(1) == 8).all())  # each row loses its own, by magnitude
+
+
+def test_a_loss_that_depends_on_no_weight_is_refused() -> None:
+    model, batches = classifier()
+    for loss in (lambda m, b: torch.tensor(1.0), lambda m, b: standard_loss(m, b).detach()):
+        with pytest.raises(sc.SecateurError, match="does not depend on any prunable weight"):
+            sc.prune(model, batches, loss=loss)
+
+
+@pytest.mark.parametrize("settings", [{"score": "wanda"}, {"method": "sparsegpt"}])
+def test_no_labels_are_needed_where_no_gradient_is(settings: dict[str, Any]) -> None:
+    model, batches = classifier()
+    other, _ = classifier()
+    expected = sc.prune(other, batches, **settings)
+    report = sc.prune(model, [inputs for inputs, _ in batches], **settings)
+    assert all(torch.equal(mask, expected.masks[name]) for name, mask in report.masks.items())
+    with pytest.raises(sc.SecateurError, match="No loss is known for batches of Tensor"):
+        sc.prune(model, [inputs for inputs, _ in batches])
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"score": "wanda"}, {"method": "sparsegpt"}, {"rounds": 2, "reconstruct": "every"}, {"allocation": "owl"}],
+)
+def test_the_default_dtype_changes_nothing(default: torch.dtype, settings: dict[str, Any]) -> None:
+    model, batches = classifier()
+    expected = sc.prune(model, batches, **settings)
+    other, _ = classifier()
+    try:
+        torch.set_default_dtype(default)
+        report = sc.prune(other, batches, **settings)
+        probed = sc.probe(classifier()[0], batches, tolerance=0.2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(mask, expected.masks[name]) for name, mask in report.masks.items())
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert probed.masks.keys() == report.masks.keys()
 
 
 def test_frozen_models_are_pruned_and_stay_frozen() -> None:

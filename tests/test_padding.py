@@ -1,0 +1,140 @@
+"""Padded positions are no inputs: statistics, masks and repaired weights are those of the text alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import secateur as sc
+from secateur.calibration import real_positions
+
+transformers = pytest.importorskip("transformers", reason="padded batches are those of transformers' models")
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+LENGTHS, LONGEST = (5, 9, 12, 7), 12
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, vocab_size=64))
+
+
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, vocab_size=64)
+    return transformers.MixtralForCausalLM(config)
+
+
+def gpt2() -> Any:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=80, vocab_size=64)
+    )
+
+
+def bert() -> Any:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, vocab_size=64))
+
+
+def t5() -> Any:
+    config = transformers.T5Config(d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4, vocab_size=64)
+    config.decoder_start_token_id = 0
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def texts() -> list[Tensor]:
+    torch.manual_seed(3)
+    return [torch.randint(1, 64, (length,)) for length in LENGTHS]
+
+
+def padded(width: int, mask: bool = True) -> dict[str, Tensor]:
+    """One batch of all texts, filled up on the right with one token and labels of -100."""
+    ids = torch.full((len(LENGTHS), width), 7)
+    for row, text in zip(ids, texts(), strict=True):
+        row[: len(text)] = text
+    real = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
+    batch = {"input_ids": ids, "labels": ids.masked_fill(~real, -100)}
+    return batch | ({"attention_mask": real.long()} if mask else {})
+
+
+def alone() -> list[dict[str, Tensor]]:
+    """The same texts one by one, without padding."""
+    return [
+        {"input_ids": text[None], "labels": text[None], "attention_mask": torch.ones(1, len(text))} for text in texts()
+    ]
+
+
+@pytest.mark.parametrize("mask", [True, False])
+@pytest.mark.parametrize(
+    "settings", [{"score": "wanda"}, {"method": "sparsegpt"}, {"score": "magnitude", "reconstruct": True}]
+)
+@pytest.mark.parametrize("build", [llama, mixtral, gpt2])
+def test_padding_changes_nothing(build: Any, settings: dict[str, Any], mask: bool) -> None:
+    torch.manual_seed(0)
+    model = build()
+    other = copy.deepcopy(model)
+    expected = sc.prune(model, alone(), sparsity=0.6, **settings)
+    report = sc.prune(
+        other, [padded(6 * LONGEST, mask) if mask else padded(2 * LONGEST, mask)], sparsity=0.6, **settings
+    )
+    apart = sum(int((found != expected.masks[name]).sum()) for name, found in report.masks.items())
+    assert apart <= 0.002 * report.prunable  # sums in another order may swap neighbours at a cut
+    for name, weight in other.named_parameters():
+        right = model.get_parameter(name).detach()
+        same = report.masks[name] == expected.masks[name] if name in report.masks else torch.ones_like(right) > 0
+        off = (weight.detach() - right)[same].norm() / right.norm().clamp(min=1e-30)
+        assert float(off) < 0.02  # few tokens leave a layer's equations nearly singular, so rounding shows
+
+
+def test_what_padding_did_before_it_was_left_out() -> None:
+    """The same masks with padding that no mask tells of are other ones: the test above can fail."""
+    torch.manual_seed(0)
+    model = llama()
+    expected = sc.prune(copy.deepcopy(model), alone(), sparsity=0.6, score="wanda")
+    blind = {"input_ids": padded(2 * LONGEST)["input_ids"]}
+    report = sc.prune(model, [blind], sparsity=0.6, score="wanda")
+    assert (
+        sum(int((found != expected.masks[name]).sum()) for name, found in report.masks.items()) > 0.02 * report.prunable
+    )
+
+
+def test_an_encoder_is_told_by_its_mask_alone() -> None:
+    batch = padded(LONGEST)
+    assert torch.equal(real_positions(bert(), batch)[0], batch["attention_mask"].bool())
+    assert real_positions(bert(), {k: v for k, v in batch.items() if k != "attention_mask"}) == []
+
+
+def test_a_prompt_without_labels_is_no_padding() -> None:
+    batch = padded(LONGEST, mask=False)
+    batch["labels"][:, :3] = -100
+    real = torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]
+    assert torch.equal(real_positions(llama(), batch)[0], real)
+    assert real_positions(llama(), {"input_ids": batch["input_ids"]}) == []
+    assert real_positions(llama(), batch["input_ids"]) == []
+    whole = batch["input_ids"]
+    assert real_positions(llama(), {"input_ids": whole, "labels": whole}) == []
+
+
+def test_both_sides_of_an_encoder_decoder() -> None:
+    torch.manual_seed(0)
+    model = t5()
+    ids = padded(LONGEST)
+    short = {key: value[:, :6].contiguous() for key, value in padded(LONGEST).items()}
+    padded_batch = {
+        "input_ids": ids["input_ids"], "attention_mask": ids["attention_mask"], "labels": short["labels"],
+        "decoder_attention_mask": short["attention_mask"],
+    }  # fmt: skip
+    apart = [
+        {
+            "input_ids": text[None], "attention_mask": torch.ones(1, len(text)), "labels": text[None, :6].contiguous(),
+            "decoder_attention_mask": torch.ones(1, min(6, len(text))),
+        }
+        for text in texts()
+    ]  # fmt: skip
+    expected = sc.prune(copy.deepcopy(model), apart, score="wanda")
+    report = sc.prune(model, [padded_batch], score="wanda")
+    assert (
+        sum(int((found != expected.masks[name]).sum()) for name, found in report.masks.items())
+        <= 0.002 * report.prunable
+    )
