@@ -32,6 +32,7 @@ from secateur.saving import (
     check_settings,
     differing,
     masks_in,
+    noted_in,
     restore_facts,
     rounding,
     settings_in,
@@ -276,7 +277,8 @@ class Pruner:
 
         Masks are packed to bits. For sharded parameters the entries are DTensors, sharded alike.
         """
-        settings = {**self._settings(), "gone": sum(self._gone), "carried": self._carried}
+        told = {"taken": self._clock.taken, "gone": sum(self._gone), "carried": self._carried}
+        settings = {**self._settings(), **told}
         return state_of(settings, self._clock, self._asked, self._sites, self._held, self._facts)
 
     def _settings(self) -> dict[str, Any]:
@@ -308,7 +310,7 @@ class Pruner:
         steps, asked = check_progress(state)
         masks, changed = masks_in(state, self._sites, self._held), differing(saved, mine)
         carried = bool(saved and saved.get("carried")) or any(name in DEALT for name in changed)
-        self._check_count(saved, asked, masks, carried)
+        self._check_count(masks, asked, noted_in(saved, steps), saved is not None, carried)
         restore_facts(state, self._sites, self._facts)
         self._hold(masks)
         self._clock.restore(steps)
@@ -320,15 +322,14 @@ class Pruner:
         self._facts.stepped = self._clock.taken > 0
         self.apply()
 
-    def _check_count(
-        self, saved: Mapping[str, Any] | None, asked: float, masks: Sequence[Tensor], carried: bool
-    ) -> None:
-        """Refuse saved masks whose number of pruned weights contradicts the rest of the state."""
+    def _check_count(self, masks: Sequence[Tensor], asked: float, noted: Any, tells: bool, carried: bool) -> None:
+        """Refuse saved masks whose number of pruned weights contradicts the rest of the state. One that does not tell
+        its settings may have been of any scope; masks carried over from other settings follow no count."""
         kept = kernels.population(masks)
         gone = self._over_all([shape.numel() - count for shape, count in zip(self._held.shapes, kept, strict=True)])
         total = sum(site.parameter.numel() for site in self._sites)
-        off = total if carried else rounding(self._sites, None if saved is None else self.scope, self._pattern)
-        check_count(saved, asked, sum(gone), off, total)
+        off = total if carried else rounding(self._sites, self.scope if tells else None, self._pattern)
+        check_count(sum(gone), total, asked, off, noted)
 
 
 class Handles:

@@ -151,17 +151,17 @@ def check_progress(state: Mapping[str, Tensor]) -> tuple[list[int], float]:
     return steps, asked
 
 
-def check_count(saved: Mapping[str, Any] | None, asked: float, gone: int, most_off: float, total: int) -> None:
-    """Refuse masks that remove another number of weights than the state says, or than the asked sparsity can mean.
+def noted_in(saved: Mapping[str, Any] | None, steps: Sequence[int]) -> Any:
+    """The number of pruned weights noted with the settings; None if they were not saved together with these steps, as
+    when a checkpoint without settings was loaded around those that were there."""
+    return saved.get("gone") if saved is not None and saved.get("taken") == steps[0] else None
 
-    `most_off` is how many weights rounding can make of a difference.
-    """
-    wrong = abs(gone - asked * total) > most_off
-    told = f"at an asked sparsity of {asked:g}"
-    if saved is not None and saved.get("gone") is not None:
-        wrong = wrong or saved["gone"] != gone
-        told += f", with {saved['gone']} noted"
-    if wrong:
+
+def check_count(gone: int, total: int, asked: float, off: float, noted: Any) -> None:
+    """Refuse masks that remove another number of weights than was noted, or than the asked sparsity can mean when
+    rounding makes a difference of `off` at most."""
+    if abs(gone - asked * total) > off or noted not in (None, gone):
+        told = f"at an asked sparsity of {asked:g}" + (f", with {noted} noted" if noted is not None else "")
         raise StateError(
             f"The saved masks remove {gone} of {total} weights {told}, which is a contradiction: the state is damaged."
         )
@@ -170,20 +170,17 @@ def check_count(saved: Mapping[str, Any] | None, asked: float, gone: int, most_o
 def rounding(sites: Sequence[Site], scope: str | None, pattern: Pattern | None) -> float:
     """How many weights a selection may be off the asked sparsity by, because pools and tiles are rounded one by one.
 
-    Without a scope (a state that does not tell it), the most it can be.
+    Without a scope, for a state that does not tell it, half of all: only what is grossly wrong is refused.
     """
     total = sum(site.parameter.numel() for site in sites)
+    if scope is None:
+        return total / 2
     if pattern is not None and pattern.kept is not None:
         return total / pattern.inputs + 1
-    rows = sum(_tiles(site, None) for site in sites)
-    pools = {"model": 1, "layer": len(sites), "row": rows}.get(scope or "row", rows)
-    unit = 1 if pattern is None else pattern.rows * pattern.inputs
-    return unit * pools + 1 if scope is not None else total / 2
-
-
-def _tiles(site: Site, pattern: Pattern | None) -> int:
-    tile = tile_of(site.name, site.parameter.shape, site.layout, pattern)
-    return site.parameter.numel() // max(1, math.prod(tile))
+    tiles = (tile_of(site.name, site.parameter.shape, site.layout, None) for site in sites)
+    rows = sum(site.parameter.numel() // max(1, math.prod(tile)) for site, tile in zip(sites, tiles, strict=True))
+    pools = {"model": 1, "layer": len(sites)}.get(scope, rows)
+    return pools * (1 if pattern is None else pattern.rows * pattern.inputs) + 1
 
 
 def check_saved(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], strict: bool = True) -> None:

@@ -301,3 +301,30 @@ def test_every_setting_saves_counts_that_load(settings: dict[str, Any]) -> None:
         )
         pruner.load_state_dict(state)
         assert pruner.report().step == steps
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_settings_go_through_distributed_checkpoints(block: Block, tmp_path: Path) -> None:
+    """Loading writes into tensors of the Pruner that is there; its settings are compared with what was saved."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    saved = saved_by(block, score="magnitude")
+    dcp.save({"pruner": saved}, checkpoint_id=tmp_path / "new", no_dist=True)
+    older = {name: value for name, value in saved.items() if name != "settings"}
+    dcp.save({"pruner": older}, checkpoint_id=tmp_path / "old", no_dist=True)
+    for score in ("magnitude", "variance"):
+        pruner = fresh(score=score)
+        state = {"pruner": pruner.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path / "new", no_dist=True)
+        if score == "magnitude":
+            pruner.load_state_dict(state["pruner"])
+            assert pruner.sparsity == 0.5
+        else:
+            with pytest.raises(StateError, match=r"has score 'magnitude\(\)'; this one has score 'variance"):
+                pruner.load_state_dict(state["pruner"])
+            assert untouched(pruner)
+    pruner = fresh()
+    state = {"pruner": pruner.state_dict()}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=tmp_path / "old", planner=planner, no_dist=True)
+    pruner.load_state_dict(state["pruner"])
+    assert pruner.sparsity == 0.5
