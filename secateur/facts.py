@@ -128,27 +128,23 @@ class Facts:
         meant = NUMBERED.get(getattr(optimizer, "optimizer_name", ""), {})
         return optimizer, optimizer.state.get(site.parameter, {}), meant
 
-    def state(self, site: Site) -> dict[str, Tensor]:
-        """The optimizer's float tensors that are shaped like the weight: this process's part of each."""
+    def members(self, site: Site) -> tuple[dict[str, Tensor], dict[str, Coded]]:
+        """The optimizer's state in the weight's shape, this process's part of it, under the names scores know: float
+        tensors, and what is kept as codes of a few bits (torchao, bitsandbytes)."""
         _, state, meant = self._own(site)
-        shape = site.parameter.shape
-        shaped = {
-            meant.get(key, key): local(t)
-            for key, t in state.items()
-            if isinstance(t, Tensor) and t.ndim and t.shape == shape and t.is_floating_point()
-        }
-        return {key: t for key, t in shaped.items() if not _encodes(t)}
-
-    def coded(self, site: Site) -> dict[str, Coded]:
-        """State that is kept as codes of a few bits (torchao, bitsandbytes), under the names scores know."""
-        _, state, meant = self._own(site)
-        shape = site.parameter.shape
-        shaped = {key: local(t) for key, t in state.items() if isinstance(t, Tensor) and t.shape == shape}
-        found = {key: _subclassed(t) for key, t in shaped.items() if _encodes(t)}
+        plain: dict[str, Tensor] = {}
+        coded: dict[str, Coded] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == site.parameter.shape and value.is_floating_point():
+                part = local(value)
+                if _encodes(part):
+                    coded[key] = _subclassed(part)
+                else:
+                    plain[meant.get(key, key)] = part
         for number in (1, 2) if "state1" in state else ():
-            one = _numbered(state, local(site.parameter.detach()).shape, number)
-            found |= {} if one is None else {meant.get(f"state{number}", f"state{number}"): one}
-        return found
+            if (one := _numbered(state, local(site.parameter.detach()).shape, number)) is not None:
+                coded[meant.get(f"state{number}", f"state{number}")] = one
+        return plain, coded
 
     def kept_of(self, site: Site) -> list[Tensor]:
         """The facts kept on purpose about this site."""
@@ -172,14 +168,14 @@ class Facts:
         for site in self.sites:
             optimizer, state, _ = self._own(site)
             shaped = {k: t for k, t in state.items() if isinstance(t, Tensor) and t.shape == site.parameter.shape}
-            opaque = [k for k, t in self.state(site).items() if hasattr(t, "__tensor_flatten__")]
+            plain, coded = self.members(site)
+            opaque = [k for k, t in plain.items() if hasattr(t, "__tensor_flatten__")]
             if opaque:
                 raise FactError(
                     f"{type(optimizer).__name__} keeps {opaque[0]!r} of {site.name!r} as a"
                     f" {type(local(shaped[opaque[0]])).__name__}, which can neither be read nor zeroed where a weight"
                     " is pruned: it has no dequantize(). Use an optimizer that keeps its state as plain tensors."
                 )
-            coded = self.coded(site)
             unknown = [
                 key for key, t in shaped.items() if not t.is_floating_point() and self._means(site, key) not in coded
             ]
@@ -209,7 +205,8 @@ class Facts:
         """All there is to be read about this site; codes not yet decoded."""
         state = self._own(site)[1]
         facts: dict[str, Any] = {"weight": local(site.parameter.detach()), "index": None}
-        facts |= self.state(site) | self.coded(site)
+        for members in self.members(site):
+            facts |= members
         if "step" in state:
             facts["step"] = torch.as_tensor(state["step"]).double()
         facts |= self._betas(site)
@@ -227,7 +224,8 @@ class Facts:
 
     def _explain(self, site: Site, missing: Sequence[str]) -> str:
         optimizer = self._own(site)[0]
-        kind, keeps = type(optimizer).__name__, ", ".join(sorted(self.state(site) | self.coded(site)))
+        plain, coded = self.members(site)
+        kind, keeps = type(optimizer).__name__, ", ".join(sorted([*plain, *coded]))
         if not self.stepped and not any(map(self.has_state, self.sites)):
             found = f"{kind} has no state yet: it appears with the first optimizer.step()"
         elif not self.has_state(site) and any(map(self.has_state, self.sites)):

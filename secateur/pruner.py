@@ -96,6 +96,7 @@ class Pruner:
         self._asked = 0.0
         self._scheduled = 0.0  # what the schedule said last
         self._carried = self._unsettled = False  # masks of a Pruner with other settings; and not yet brought to these
+        self._checked = False
         self._survey(skip, only)
         self._listener = Listener(self._optimizers, self._clock, self._facts, self._held)
 
@@ -130,9 +131,10 @@ class Pruner:
         Does nothing when no optimizer step has been completed since the last call. Of several optimizers a step is
         completed when each has stepped; until then the masks are applied and nothing is counted.
         """
-        if self._clock.seen == 0 and self._clock.taken:
+        if not self._checked and self._clock.taken != self._clock.seen:
             self._facts.check()  # a score that cannot work here says so at the first step, not at the first update
             check_gradients(self.regrowth, self._sites, self._peers, zeros_count=True)
+            self._checked = True
         if not self._clock.behind():
             self._listener.check_idle()
             if self._clock.midway and not self._is_held():
@@ -215,23 +217,20 @@ class Pruner:
     def apply(self) -> None:
         """Zero what the masks say is gone: weights, everything the optimizer keeps in their shape, and, since a weight
         that comes back starts anew, what is kept of it for the score."""
-        tensors, masks = [], []
-        for site, mask, dead in zip(self._sites, self._held.masks, self._held.dead, strict=True):
-            if dead:
-                members = [local(site.parameter.detach()), *self._facts.state(site).values()]
-                members += [] if self.regrowth is None else self._facts.kept_of(site)
-                tensors += members
-                masks += [mask] * len(members)
+        tensors: list[Tensor] = []
+        masks: list[Tensor] = []
+        for number, (site, mask) in enumerate(zip(self._sites, self._held.masks, strict=True)):
+            if not self._held.dead[number]:
+                continue
+            plain, coded = self._facts.members(site)
+            members = [local(site.parameter.detach()), *plain.values()]
+            members += [] if self.regrowth is None else self._facts.kept_of(site)
+            tensors += members
+            masks += [mask] * len(members)
+            kept = self._held.bools(number) if coded else mask
+            for state in coded.values():
+                state.zero(kept)
         kernels.zero(tensors, masks)
-        self._zero_codes()
-
-    def _zero_codes(self) -> None:
-        """The same for state that is kept as codes of a few bits."""
-        for number, (site, dead) in enumerate(zip(self._sites, self._held.dead, strict=True)):
-            if dead and (coded := self._facts.coded(site)):
-                kept = self._held.bools(number)
-                for state in coded.values():
-                    state.zero(kept)
 
     @property
     def masks(self) -> dict[str, Tensor]:

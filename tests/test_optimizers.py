@@ -353,6 +353,14 @@ def test_state_that_can_be_neither_read_nor_zeroed_is_refused() -> None:
     optimizer.step()
     with pytest.raises(FactError, match=r"Coded keeps 'exp_avg_sq' of 'weight' as a Opaque, which can neither be read"):
         pruner.step()
+    _, other, resumed = coded(keep, score="magnitude")
+    _, plain, saved = coded(lambda state, p: None, score="magnitude")
+    plain.step()
+    saved.step()
+    resumed.load_state_dict(saved.state_dict())
+    other.step()
+    with pytest.raises(FactError, match="can neither be read"):
+        resumed.step()
 
 
 def numbered(state: dict[str, Any], parameter: Tensor) -> None:
