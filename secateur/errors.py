@@ -13,12 +13,16 @@ class FactError(SecateurError):
     """A score needs a fact that does not exist here, such as Adam's state under SGD."""
 
 
+class OptimizerError(SecateurError):
+    """Something that is no torch optimizer, or several that share a parameter."""
+
+
 class PatternError(SecateurError):
     """A scope, pattern or allocation that does not exist or does not fit the tensors."""
 
 
 class ScheduleError(SecateurError):
-    """A sparsity outside [0, 1), a ramp that ends before it begins, an update period below one."""
+    """A sparsity outside [0, 1), a schedule that falls, a ramp that ends before it begins, a period below one."""
 
 
 class RegrowthError(SecateurError):

@@ -14,7 +14,7 @@ from secateur.bits import packed_bytes
 from secateur.clock import Clock
 from secateur.errors import StateError
 from secateur.facts import Facts
-from secateur.listening import listen
+from secateur.listening import Listener, optimizers_in
 from secateur.masks import Held, checksum
 from secateur.optim import AdamW
 from secateur.patterns import check_choice, choose, quota_for
@@ -22,8 +22,23 @@ from secateur.pieces import Piece
 from secateur.registry import Score, resolve
 from secateur.regrowth import check_gradients, exchange, regrowth_for
 from secateur.report import Report, TensorRow, Update
-from secateur.saving import check_rows, check_saved, masks_in, restore_facts, state_of
-from secateur.schedules import Schedule, as_schedule, check_sparsity
+from secateur.saving import (
+    DEALT,
+    check_count,
+    check_mapping,
+    check_progress,
+    check_rows,
+    check_saved,
+    check_settings,
+    differing,
+    masks_in,
+    noted_in,
+    restore_facts,
+    rounding,
+    settings_in,
+    state_of,
+)
+from secateur.schedules import Schedule, as_schedule, check_rising, check_sparsity, described
 from secateur.shards import check_replicas, check_tile, is_sharded, like, local, peers_of, unwrap
 from secateur.sites import Globs, LeftOut, find_sites, nothing_to_prune
 from secateur.targets import Selection, Target
@@ -35,7 +50,9 @@ class Pruner:
 
     Call `step()` after every `optimizer.step()` (or `attach()` once instead). Every `every` optimizer steps, and where
     the schedule ends, masks are brought to the sparsity the schedule asks for, to the weight; after each step pruned
-    weights and their optimizer state are zero. A step that a GradScaler skipped does not count.
+    weights and their optimizer state are zero. A step that a GradScaler skipped does not count. `optimizer` may be a
+    wrapper such as Accelerate's, or a list of optimizers, which share one budget; then a step counts when each has
+    stepped.
 
     `score` is a name, a name with options ("variance(q=0.375)") or a function registered with `@secateur.score`.
     `sparsity` is a number or a schedule; None lets an n:m `pattern` decide. `scope`, `pattern` and `allocation` are
@@ -49,7 +66,7 @@ class Pruner:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         score: str | Callable[..., Tensor] | Score = "variance",
         sparsity: float | Schedule | None = 0.5,
@@ -73,17 +90,20 @@ class Pruner:
         self.schedule = as_schedule(final if sparsity is None else sparsity)
         self.regrowth = regrowth_for(regrow, drop, until, self.schedule, self._pattern)
         self.updates: list[Update] = []
-        self._model, self._optimizer = model, optimizer
-        self._clock = Clock(every, getattr(self.schedule, "end", None))
+        self._model, self._optimizers = model, optimizers_in(optimizer)
+        self._clock = Clock(every, getattr(self.schedule, "end", None), len(self._optimizers))
         self._reads_moments = any(need.startswith("exp_avg") for need in self.score.needs)
         self._asked = 0.0
+        self._scheduled = 0.0  # what the schedule said last
+        self._carried = self._unsettled = False  # masks of a Pruner with other settings; and not yet brought to these
+        self._checked = False
         self._survey(skip, only)
-        listen(optimizer, self._clock, self._facts)
+        self._listener = Listener(self._optimizers, self._clock, self._facts, self._held)
 
     def _survey(self, skip: Globs, only: Globs | None) -> None:
         """Find the sites, refuse what cannot work, and make the masks and whatever else must be kept."""
         found, left_out = find_sites(unwrap(self._model), skip, only)
-        self._facts = Facts(self._optimizer, self.score, found)
+        self._facts = Facts(self._optimizers, self.score, found)
         self._sites = self._facts.sites
         known = {site.name for site in self._sites}
         strangers = [site for site in found if site.name not in known]
@@ -103,30 +123,38 @@ class Pruner:
 
     def attach(self) -> Any:
         """Run `step()` by itself after every optimizer step. Returns a handle whose `remove()` ends that."""
-        return self._optimizer.register_step_post_hook(lambda *_: self.step())
+        return Handles([one.register_step_post_hook(lambda *_: self.step()) for one in self._optimizers])
 
     def step(self) -> None:
         """Catch up with the optimizer: update the masks if an update is due, zero what they say is gone.
 
-        Does nothing when no optimizer step has been completed since the last call.
+        Does nothing when no optimizer step has been completed since the last call. Of several optimizers a step is
+        completed when each has stepped; until then the masks are applied and nothing is counted.
         """
-        if self._clock.seen == 0 and self._clock.taken:
+        if not self._checked and self._clock.taken != self._clock.seen:
             self._facts.check()  # a score that cannot work here says so at the first step, not at the first update
             check_gradients(self.regrowth, self._sites, self._peers, zeros_count=True)
+            self._checked = True
         if not self._clock.behind():
+            self._listener.check_idle()
+            if self._clock.midway and not self._is_held():
+                self.apply()
             return
-        cold = self._reads_moments and getattr(self._optimizer, "cold", False)
+        self._listener.check_order()
+        cold = self._reads_moments and any(getattr(optimizer, "cold", False) for optimizer in self._optimizers)
         changed = self._clock.due(held=cold) and self._update(self._clock.taken)
-        if changed or not (isinstance(self._optimizer, AdamW) and self._optimizer.holds(self._by_parameter())):
+        if changed or not self._is_held():
             self.apply()  # unless an optimizer of ours has done so in its own step
 
     @torch.no_grad()
     def _update(self, step: int) -> bool:
         """Bring the masks to what the schedule asks, and say if they changed. Unless weights come back, no more asked
         is nothing to do."""
-        asked = max(check_sparsity(self.schedule(step)), self._asked)
+        scheduled = check_sparsity(self.schedule(step))
+        check_rising(scheduled, self._scheduled, step)
+        asked, self._scheduled = max(scheduled, self._asked), scheduled
         share = self.regrowth.share(step) if self.regrowth is not None and asked > 0 else 0.0
-        if asked == self._asked and share == 0:
+        if asked == self._asked and share == 0 and not self._unsettled:
             return False
         began, sent = time.perf_counter(), self._peers.bytes_sent
         if share > 0:
@@ -138,7 +166,7 @@ class Pruner:
         moved = zip(self._gone, before, grown, strict=True)
         self._churn = [now - then + 2 * back for now, then, back in moved]  # one more has gone for each that came back
         self._cuts = [None if cut is None else cut.value for cut in chosen.cuts]
-        self._asked = asked
+        self._asked, self._unsettled = asked, False
         check_replicas(self._model, lambda: checksum([self._held.bools(number) for number in range(len(self._sites))]))
         seconds, sent = time.perf_counter() - began, self._peers.bytes_sent - sent
         self.updates.append(Update(step, asked, sum(self._gone), sum(self._churn), seconds, sent, sum(grown)))
@@ -158,11 +186,20 @@ class Pruner:
     def _hold(self, masks: Sequence[Tensor], kept: Sequence[int] | None = None) -> None:
         """Take these masks, and give them to an optimizer that knows what to do with them."""
         self._held.take(masks, kept)
-        if isinstance(self._optimizer, AdamW):
-            self._optimizer.set_masks(self._by_parameter(), others=True)
+        for optimizer, held in self._by_optimizer():
+            if isinstance(optimizer, AdamW):
+                optimizer.set_masks(held, others=True)
 
-    def _by_parameter(self) -> dict[Tensor, Tensor]:
-        return {site.parameter: mask for site, mask in zip(self._sites, self._held.masks, strict=True)}
+    def _is_held(self) -> bool:
+        """Whether every optimizer holds its weights to these masks in its own step."""
+        return all(isinstance(optimizer, AdamW) and optimizer.holds(held) for optimizer, held in self._by_optimizer())
+
+    def _by_optimizer(self) -> list[tuple[torch.optim.Optimizer, dict[Tensor, Tensor]]]:
+        """Each optimizer that trains a site, with the masks of its parameters."""
+        found: list[dict[Tensor, Tensor]] = [{} for _ in self._optimizers]
+        for site, mask in zip(self._sites, self._held.masks, strict=True):
+            found[self._facts.owner(site)][site.parameter] = mask
+        return [(optimizer, masks) for optimizer, masks in zip(self._optimizers, found, strict=True) if masks]
 
     def _over_all(self, here: Sequence[int]) -> list[int]:
         """A count for each site, over all processes; a tensor every process holds counts once."""
@@ -180,13 +217,19 @@ class Pruner:
     def apply(self) -> None:
         """Zero what the masks say is gone: weights, everything the optimizer keeps in their shape, and, since a weight
         that comes back starts anew, what is kept of it for the score."""
-        tensors, masks = [], []
-        for site, mask, dead in zip(self._sites, self._held.masks, self._held.dead, strict=True):
-            if dead:
-                members = [local(site.parameter.detach()), *self._facts.state(site).values()]
-                members += [] if self.regrowth is None else self._facts.kept_of(site)
-                tensors += members
-                masks += [mask] * len(members)
+        tensors: list[Tensor] = []
+        masks: list[Tensor] = []
+        for number, (site, mask) in enumerate(zip(self._sites, self._held.masks, strict=True)):
+            if not self._held.dead[number]:
+                continue
+            plain, coded = self._facts.members(site)
+            members = [local(site.parameter.detach()), *plain.values()]
+            members += [] if self.regrowth is None else self._facts.kept_of(site)
+            tensors += members
+            masks += [mask] * len(members)
+            kept = self._held.bools(number) if coded else mask
+            for state in coded.values():
+                state.zero(kept)
         kernels.zero(tensors, masks)
 
     @property
@@ -233,18 +276,68 @@ class Pruner:
 
         Masks are packed to bits. For sharded parameters the entries are DTensors, sharded alike.
         """
-        return state_of(self._clock, self._asked, self._sites, self._held, self._facts)
+        told = {"taken": self._clock.taken, "gone": sum(self._gone), "carried": self._carried}
+        settings = {**self._settings(), **told}
+        return state_of(settings, self._clock, self._asked, self._sites, self._held, self._facts)
+
+    def _settings(self) -> dict[str, Any]:
+        """What this Pruner was asked for, in words that are the same in every process."""
+        options = {**self.score.defaults, **self.score.options}
+        return {
+            "score": f"{self.score.function.__name__}({', '.join(f'{k}={v!r}' for k, v in sorted(options.items()))})",
+            "scope": self.scope,
+            "pattern": self._pattern.text if self._pattern else None,
+            "allocation": self.allocation,
+            "schedule": described(self.schedule),
+            "regrow": None if self.regrowth is None else str(self.regrowth),
+        }
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take up where a saved Pruner of this model stopped, at any world size. Nothing changes if it does not fit."""
-        check_saved(self.state_dict(), state)
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Take up where a saved Pruner of this model stopped, at any world size. Nothing changes if it does not fit.
+
+        A state of another score, scope, pattern, allocation, schedule or regrowth is refused. With `strict=False` masks
+        and steps are taken and this Pruner's settings apply from the next update on; what was kept for another score is
+        left out. `every` may differ in any case, and states that do not tell their settings are taken as they are.
+        """
+        check_mapping(state)
+        saved, mine = settings_in(state), self._settings()
+        if strict:
+            check_settings(saved, mine)
+        check_saved(self.state_dict(), state, strict)
         check_rows(state, self._peers)
+        steps, asked = check_progress(state)
+        masks, changed = masks_in(state, self._sites, self._held), differing(saved, mine)
+        carried = bool(saved and saved.get("carried")) or any(name in DEALT for name in changed)
+        self._check_count(masks, asked, noted_in(saved, steps), saved is not None, carried)
         restore_facts(state, self._sites, self._facts)
-        self._hold(masks_in(state, self._sites, self._held))
-        self._clock.restore(local(state["steps"]).tolist())
-        self._asked = float(local(state["asked"]))
+        self._hold(masks)
+        self._clock.restore(steps)
+        self._asked = asked
+        self._scheduled = 0.0 if saved is None or changed else asked
+        self._carried, self._unsettled = carried, any(name in DEALT for name in changed)
         self._gone = self._over_all(self._held.dead)
         self._churn, self._cuts, self.updates = [0] * len(self._sites), [None] * len(self._sites), []
         self._facts.stepped = self._clock.taken > 0
         self.apply()
+
+    def _check_count(self, masks: Sequence[Tensor], asked: float, noted: Any, tells: bool, carried: bool) -> None:
+        """Refuse saved masks whose number of pruned weights contradicts the rest of the state. One that does not tell
+        its settings may have been of any scope; masks carried over from other settings follow no count."""
+        kept = kernels.population(masks)
+        gone = self._over_all([shape.numel() - count for shape, count in zip(self._held.shapes, kept, strict=True)])
+        total = sum(site.parameter.numel() for site in self._sites)
+        off = total if carried else rounding(self._sites, self.scope if tells else None, self._pattern)
+        check_count(sum(gone), total, asked, off, noted)
+
+
+class Handles:
+    """What `attach()` returns: hooks on one optimizer or several, removed together."""
+
+    def __init__(self, hooks: Sequence[Any]) -> None:
+        self._hooks = hooks
+
+    def remove(self) -> None:
+        """Call `step()` no more."""
+        for hook in self._hooks:
+            hook.remove()

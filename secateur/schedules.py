@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,6 +59,22 @@ def check_sparsity(value: float) -> float:
         percent = f" For {value} percent write {value / 100}." if isinstance(value, int | float) and value > 1 else ""
         raise ScheduleError(f"Sparsity is the fraction of weights to remove, in [0, 1); got {value!r}.{percent}")
     return float(value)
+
+
+def check_rising(value: float, before: float, step: int) -> None:
+    """Raise if a schedule asks for less than it did before: masks never return without regrowth, and regrowth exchanges
+    weights at the same sparsity. So the sparsity achieved would not be the one asked for."""
+    if value < before - 1e-9:
+        raise ScheduleError(
+            f"The schedule falls: it asks for sparsity {value:g} at step {step}, after {before:g}. Pruned weights do"
+            " not come back, so a schedule must never fall; regrow=... exchanges weights at the same sparsity. No mask"
+            " was changed."
+        )
+
+
+def described(schedule: Schedule) -> str:
+    """The schedule in words that are the same in every process: without addresses in memory."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(schedule))
 
 
 def _ramp(target: float, begin: int, end: int, curve: Callable[[float], float]) -> Ramp:

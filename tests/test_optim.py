@@ -183,7 +183,7 @@ def test_a_pruner_gives_its_masks_and_need_not_mask_again(monkeypatch: pytest.Mo
     saved = found[1][0].state_dict()
     fresh = Block()
     optimizer = sc.optim.AdamW(fresh.parameters())
-    sc.Pruner(fresh, optimizer, score="bitter7", sparsity=0.6).load_state_dict(saved)
+    sc.Pruner(fresh, optimizer, score="bitter7", sparsity=0.6).load_state_dict(saved, strict=False)
     steps(fresh, optimizer, 2)
     assert all(bool((fresh.get_parameter(n)[~m] == 0).all()) for n, m in found[1][0].masks.items())
 

@@ -201,8 +201,9 @@ def test_births_are_at_zero_with_zero_state_and_then_train(kind: str, make: Any,
             assert bool((block.get_parameter(name)[flags] != 0).all())
 
 
-def test_what_is_kept_for_a_score_starts_anew_too(block: Block) -> None:
+def test_what_is_kept_for_a_score_starts_anew_too() -> None:
     for score, fact in (("movement", "movement_sum"), ("displacement", "initial_weight")):
+        block = Block()
         optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
         pruner = sc.Pruner(block, optimizer, score=score, sparsity=0.6, every=2, regrow="random", until=9)
         train(block, optimizer, 3, pruner.step)

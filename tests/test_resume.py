@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import secateur as sc
+from secateur.errors import StateError
 from tests.conftest import Block, train
 
 ROOT = Path(__file__).parent.parent
@@ -102,3 +103,228 @@ def test_loading_zeroes_what_the_masks_say(block: Block) -> None:
     again = sc.Pruner(fresh, torch.optim.AdamW(fresh.parameters()), sparsity=0.5, every=1)
     again.load_state_dict(pruner.state_dict())
     assert all(bool((fresh.get_parameter(name)[~mask] == 0).all()) for name, mask in again.masks.items())
+
+
+def saved_by(block: Block, steps: int = 3, **settings: Any) -> dict[str, Tensor]:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, **{"sparsity": 0.5, "every": 1, **settings})
+    train(block, optimizer, steps, pruner.step)
+    return pruner.state_dict()
+
+
+def fresh(**settings: Any) -> sc.Pruner:
+    block = Block()
+    return sc.Pruner(block, torch.optim.AdamW(block.parameters()), **{"sparsity": 0.5, "every": 1, **settings})
+
+
+def untouched(pruner: sc.Pruner) -> bool:
+    report = pruner.report()
+    return (report.step, report.asked, report.pruned) == (0, 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        ({}, {"pattern": "2:4"}, r"saved Pruner has pattern None; this one has pattern '2:4'"),
+        ({"pattern": "2:4"}, {}, r"has pattern '2:4'; this one has pattern None"),
+        ({}, {"score": "magnitude"}, r"has score 'variance\(q=0.25\)'; this one has score 'magnitude\(\)'"),
+        ({}, {"score": "variance(q=3/8)"}, r"'variance\(q=0.25\)'; this one has score 'variance\(q=0.375\)'"),
+        ({}, {"score": "movement"}, r"this one has score 'movement\(\)'"),
+        ({}, {"scope": "layer"}, r"has scope 'model'; this one has scope 'layer'"),
+        ({"allocation": "erk"}, {}, r"has allocation 'erk'; this one has allocation None"),
+        ({}, {"sparsity": 0.6}, r"schedule 'constant\(0.5\)'; this one has schedule 'constant\(0.6\)'"),
+        ({}, {"regrow": "random", "until": 9}, r"regrow None; this one has regrow 'random\(drop=0.3, until=9\)'"),
+        ({"score": "magnitude", "scope": "layer"}, {}, r"score 'magnitude\(\)', scope 'layer'; this one has score"),
+        ({"sparsity": lambda step: 0.5}, {}, r"schedule '<function .*lambda>>'; this one has schedule 'constant"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(theirs: Any, ours: Any, said: str, block: Block) -> None:
+    pruner = fresh(**ours)
+    with pytest.raises(StateError, match=said):
+        pruner.load_state_dict(saved_by(block, **theirs))
+    assert untouched(pruner)
+
+
+def test_the_same_settings_in_other_words_are_taken(block: Block) -> None:
+    state = saved_by(block, score="variance", allocation=None)
+    fresh(score="variance(q=1/4)", every=7, skip="lm_head").load_state_dict(state)  # `every` may differ
+    lambdas = saved_by(Block(), sparsity=lambda step: 0.5)
+    assert b" at 0x" not in bytes(lambdas["settings"].tolist())
+
+
+def test_settings_have_one_size_however_long(block: Block) -> None:
+    """torch.distributed.checkpoint loads into tensors of the shape that was saved."""
+
+    class Long:
+        def __init__(self, letter: str) -> None:
+            self.letter = letter
+
+        def __call__(self, step: int) -> float:
+            return 0.5
+
+        def __str__(self) -> str:
+            return "é" * 5000 + self.letter
+
+    state = saved_by(block, sparsity=Long("a"))
+    assert state["settings"].shape == saved_by(Block())["settings"].shape == (4096,)
+    fresh(sparsity=Long("a")).load_state_dict(state)
+    with pytest.raises(StateError, match="schedule"):
+        fresh(sparsity=Long("b")).load_state_dict(state)
+
+
+def test_states_from_before_settings_were_saved_are_taken(block: Block) -> None:
+    state = saved_by(block)
+    del state["settings"]
+    pruner = fresh(pattern="2:4")
+    pruner.load_state_dict(state)
+    assert pruner.sparsity == 0.5
+
+
+def test_training_may_be_extended_on_purpose(block: Block) -> None:
+    """A longer ramp asks for less at first than is gone already; nothing happens until it asks for more."""
+    state = saved_by(block, steps=6, sparsity=sc.linear(0.4, begin=0, end=8))
+    model = Block()
+    optimizer = torch.optim.AdamW(model.parameters())
+    pruner = sc.Pruner(model, optimizer, sparsity=sc.linear(0.6, begin=0, end=20), every=1)
+    pruner.load_state_dict(state, strict=False)
+    assert pruner.sparsity == pytest.approx(0.3, abs=1e-3)
+    seen = []
+    train(model, optimizer, 14, lambda: (pruner.step(), seen.append(pruner.sparsity))[1])
+    assert seen[:4] == [seen[0]] * 4  # steps 7 to 10 ask for at most 0.3
+    assert seen == sorted(seen)
+    assert pruner.report().pruned == round(0.6 * 2048)
+    resumed = fresh(sparsity=sc.linear(0.6, begin=0, end=20))
+    resumed.load_state_dict(pruner.state_dict())  # what was gone on with is what is saved
+    assert resumed.sparsity == pruner.sparsity
+
+
+def test_masks_carried_to_a_pattern_come_to_keep_it(block: Block) -> None:
+    model = Block()
+    optimizer = torch.optim.AdamW(model.parameters())
+    pruner = sc.Pruner(model, optimizer, sparsity=None, pattern="2:4", every=1)
+    state = saved_by(block)
+    pruner.load_state_dict(state, strict=False)
+    again = fresh(sparsity=None, pattern="2:4")
+    again.load_state_dict(pruner.state_dict())
+    train(model, optimizer, 1, pruner.step)
+    for name, mask in pruner.masks.items():
+        assert bool((mask.view(-1, 4).sum(1) <= 2).all())
+        gone = torch.tensor(list(state[f"mask.{name}"].flatten()))
+        assert int(mask.sum()) < sum(int(byte).bit_count() for byte in gone)  # nothing came back
+    third = fresh(sparsity=None, pattern="2:4")
+    third.load_state_dict(pruner.state_dict())
+    assert third.sparsity == pruner.sparsity > 0.5
+
+
+def test_another_score_may_go_on_from_the_masks(block: Block) -> None:
+    state = saved_by(block, score="movement")
+    for score in ("magnitude", "displacement"):
+        pruner = fresh(score=score)
+        pruner.load_state_dict(state, strict=False)
+        assert pruner.sparsity == 0.5
+    del state["mask.up.weight"]
+    with pytest.raises(StateError, match="1 entries missing"):
+        pruner.load_state_dict(state, strict=False)
+
+
+NONSENSE: dict[str, tuple[Any, str]] = {
+    "negative": ({"steps": torch.tensor([-1, -1, -1])}, r"saved steps are \[-1, -1, -1\]"),
+    "seen-late": ({"steps": torch.tensor([2, 3, 2])}, r"saved steps are \[2, 3, 2\]"),
+    "settled-late": ({"steps": torch.tensor([3, 2, 3])}, r"saved steps are \[3, 2, 3\]"),
+    "nan": ({"asked": torch.tensor(torch.nan).double()}, "sparsity asked for is nan"),
+    "one": ({"asked": torch.tensor(1.0).double()}, "sparsity asked for is 1.0"),
+    "below": ({"asked": torch.tensor(-0.1).double()}, "sparsity asked for is -0.1"),
+    "more": ({"asked": torch.tensor(0.9).double()}, "remove 1024 of 2048 weights at an asked sparsity of 0.9"),
+    "less": ({"asked": torch.tensor(0.1).double()}, "remove 1024 of 2048 weights at an asked sparsity of 0.1"),
+    "unbegun": ({"steps": torch.tensor([0, 0, 0])}, "0.5 after 0 steps"),
+    "masks": ({"mask.up.weight": torch.full((64, 2), 255, dtype=torch.uint8)}, "which is a contradiction"),
+    "text": ({"settings": torch.full((4096,), 7, dtype=torch.uint8)}, "settings cannot be read"),
+    "list": ({"settings": torch.tensor([*b"[1]", *bytes(4093)], dtype=torch.uint8)}, "not an object"),
+    "size": ({"settings": torch.zeros(9, dtype=torch.uint8)}, "settings cannot be read"),
+    "kind": ({"settings": None}, "settings cannot be read"),
+    "keys": ({3: torch.zeros(1)}, "keys that are no names"),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_is_refused_and_nothing_changes(name: str, strict: bool, block: Block) -> None:
+    changes, said = NONSENSE[name]
+    state = saved_by(block, score="movement")
+    pruner = fresh(score="movement")
+    weights = {key: value.clone() for key, value in pruner._model.state_dict().items()}
+    kept = pruner.state_dict()
+    with pytest.raises(StateError, match=said):
+        pruner.load_state_dict({**state, **changes}, strict=strict)
+    assert untouched(pruner)
+    assert all(torch.equal(value, weights[key]) for key, value in pruner._model.state_dict().items())
+    assert all(torch.equal(value, kept[key]) for key, value in pruner.state_dict().items())
+
+
+def test_one_bit_of_a_mask_is_missed(block: Block) -> None:
+    state = saved_by(block)
+    state["mask.up.weight"] = state["mask.up.weight"].clone()
+    state["mask.up.weight"][3, 1] ^= 4
+    with pytest.raises(StateError, match="with 1024 noted, which is a contradiction"):
+        fresh().load_state_dict(state)
+
+
+def test_what_is_no_state_is_refused() -> None:
+    for wrong in (None, [1], 3):
+        with pytest.raises(StateError, match=r"takes what a Pruner's state_dict\(\) returned; got a"):
+            fresh().load_state_dict(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scope": "layer"},
+        {"scope": "row"},
+        {"pattern": "2:4"},
+        {"pattern": "block:4x4"},
+        {"pattern": "block:4x4", "scope": "layer"},
+        {"allocation": "erk"},
+        {"score": "magnitude", "allocation": "lamp"},
+        {"score": "bitter4"},
+        {"score": "magnitude", "regrow": "random", "until": 9},
+    ],
+    ids=str,
+)
+def test_every_setting_saves_counts_that_load(settings: dict[str, Any]) -> None:
+    """At odd sparsities of a ramp, where pools and tiles are rounded."""
+    for steps in (0, 1, 2, 3, 4, 5, 6):
+        schedule = sc.linear(0.5, begin=0, end=6)
+        state = saved_by(Block(width=12), steps=steps, **{**settings, "sparsity": schedule})
+        block = Block(width=12)
+        pruner = sc.Pruner(
+            block, torch.optim.AdamW(block.parameters()), **{**settings, "sparsity": schedule, "every": 1}
+        )
+        pruner.load_state_dict(state)
+        assert pruner.report().step == steps
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_settings_go_through_distributed_checkpoints(block: Block, tmp_path: Path) -> None:
+    """Loading writes into tensors of the Pruner that is there; its settings are compared with what was saved."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    saved = saved_by(block, score="magnitude")
+    dcp.save({"pruner": saved}, checkpoint_id=tmp_path / "new", no_dist=True)
+    older = {name: value for name, value in saved.items() if name != "settings"}
+    dcp.save({"pruner": older}, checkpoint_id=tmp_path / "old", no_dist=True)
+    for score in ("magnitude", "variance"):
+        pruner = fresh(score=score)
+        state = {"pruner": pruner.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path / "new", no_dist=True)
+        if score == "magnitude":
+            pruner.load_state_dict(state["pruner"])
+            assert pruner.sparsity == 0.5
+        else:
+            with pytest.raises(StateError, match=r"has score 'magnitude\(\)'; this one has score 'variance"):
+                pruner.load_state_dict(state["pruner"])
+            assert untouched(pruner)
+    pruner = fresh()
+    state = {"pruner": pruner.state_dict()}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=tmp_path / "old", planner=planner, no_dist=True)
+    pruner.load_state_dict(state["pruner"])
+    assert pruner.sparsity == 0.5
