@@ -22,7 +22,7 @@ from secateur.inputs import Inputs, check_seen, gather_inputs
 from secateur.progress import Stages
 from secateur.registry import Score, resolve, scores
 from secateur.shards import is_sharded, unwrap
-from secateur.sites import Globs, LeftOut, Site, find_sites, nothing_to_prune
+from secateur.sites import Globs, LeftOut, Site, Unfit, check_readable, find_sites, fits_all, nothing_to_prune
 from secateur.thrift import Thrift, as_bytes, made_again, plan
 
 Facts = dict[str, dict[str, Any]]  # of every site, by name
@@ -47,11 +47,13 @@ class Observed:
         progress: bool = False,
         device: torch.device | str | None = None,
         swift: bool = False,
+        unfit: Unfit = fits_all,
     ) -> None:
         self.model, self.memory = unwrap(model), as_bytes(memory)
+        check_readable(self.model)
         self._thrift: dict[tuple[int, int, int], Thrift] = {}
         self.copies = 1  # of the statistics of a sweep that are to be there at once
-        self.sites, self.left_out = _every_site(self.model, skip, only)
+        self.sites, self.left_out = _every_site(self.model, skip, only, unfit)
         if not self.sites:
             raise nothing_to_prune(self.model, self.left_out)
         if sharded := [site.name for site in self.sites if is_sharded(site.parameter)]:
@@ -166,13 +168,13 @@ class Observed:
         return find_blocks(self.model, self.batches[0], self.loss, self.sites)
 
 
-def _every_site(model: nn.Module, skip: Globs, only: Globs | None) -> tuple[list[Site], list[LeftOut]]:
+def _every_site(model: nn.Module, skip: Globs, only: Globs | None, unfit: Unfit) -> tuple[list[Site], list[LeftOut]]:
     """Sites of a model, those that were frozen for training among them."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _ in flags:
             parameter.requires_grad_(parameter.is_floating_point())
-        return find_sites(model, skip, only)
+        return find_sites(model, skip, only, unfit)
     finally:
         for parameter, flag in flags:
             parameter.requires_grad_(flag)

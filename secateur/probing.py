@@ -16,7 +16,7 @@ from secateur.errors import PatternError, ScheduleError
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.shelf import on_host
-from secateur.sites import Globs
+from secateur.sites import Globs, unfit_for
 from secateur.subject import Subject
 from secateur.thrift import fits_twice
 from secateur.tiles import parse_pattern
@@ -127,8 +127,9 @@ def probe(
         raise PatternError("tolerances are tried on the gradients of one joint probe; use order='joint'.")
     wanted, select = selector(scope, shape, allocation, sparsity)
     subject = Subject(
-        model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress
-    )
+        model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
+        unfit=unfit_for(shape),
+    )  # fmt: skip
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     pool = min(0.999, EXACT_POOL * wanted) if exact else wanted
     found = _judged(work, evaluate, tolerances, refresh, pool, tolerance, wanted if exact else None)
