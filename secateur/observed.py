@@ -13,7 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from secateur.blocks import find_blocks
-from secateur.calibration import Batch, Loss, device_of, draw, first_in, in_bf16, quiet, standard_loss, to_device
+from secateur.calibration import (
+    Batch,
+    Loss,
+    check_ids,
+    device_of,
+    draw,
+    first_in,
+    in_bf16,
+    quiet,
+    standard_loss,
+    to_device,
+)
 from secateur.entries import Entries
 from secateur.errors import FactError, ShardError
 from secateur.ferry import Ferry, ferry_for
@@ -59,6 +70,7 @@ class Observed:
         if sharded := [site.name for site in self.sites if is_sharded(site.parameter)]:
             raise ShardError(f"{sharded[0]!r} is sharded. Calibration works on whole models: gather it first.")
         self.batches, self.loss = draw(batches, limit), loss or standard_loss
+        check_ids(self.model, self.batches)
         home = device_of(self.model)
         self.device = home if device is None else torch.device(device)
         named = self.device.index is not None  # "cuda" is whichever GPU the model is on

@@ -184,3 +184,23 @@ def test_experts_of_every_family_are_found_and_lie_as_they_are_used(family: str)
         assert stack.shape[layout.rows[-1] if out else layout.inputs] == config.hidden_size, name
         assert found[name].reason == "experts"
     assert not any("router" in name or name.endswith(".gate.weight") for name in found)
+
+
+def vit() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5)
+    return transformers.ViTForImageClassification(config)
+
+
+@pytest.mark.parametrize(("make", "first"), [(resnet, "embedder"), (vit, "patch_embeddings")])
+@pytest.mark.parametrize("settings", [{}, {"score": "wanda"}, {"reconstruct": True}], ids=str)
+def test_patterns_on_vision_models_skip_the_first_convolution(make: Any, first: str, settings: dict[str, Any]) -> None:
+    model = make()
+    report = sc.prune(model, batches("resnet"), pattern="2:4", sparsity=None, **settings)
+    assert report.sparsity == 0.5
+    left = [name for name, _, reason in report.left_out if "does not divide into 2:4" in reason]
+    assert len(left) == 1
+    assert first in left[0]
+    assert bool((model.get_parameter(left[0]) != 0).all())
+    weight = model.get_parameter(report.tensors[-1].name)
+    assert bool(((weight.unflatten(1, (-1, 4)) != 0).sum(2) <= 2).all())
