@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from secateur.errors import FactError
+from secateur.errors import FactError, ModelError
 from secateur.pieces import sent
 
 Batch = Any
@@ -60,7 +60,7 @@ def standard_loss(model: nn.Module, batch: Batch) -> Tensor:
             raise FactError("The model returned no loss for this batch. Put labels into it, or pass loss=...")
         return torch.as_tensor(found)
     if isinstance(batch, Tensor) and not batch.is_floating_point():
-        return cross_entropy(logits_of(model(batch))[:, :-1], batch[:, 1:])
+        return _next_tokens(model, batch)
     if isinstance(batch, tuple | list) and len(batch) == 2:
         outputs, targets = logits_of(model(batch[0])), batch[1]
         compare = nn.functional.mse_loss if targets.is_floating_point() else cross_entropy
@@ -93,6 +93,48 @@ def real_positions(model: nn.Module, batch: Batch) -> list[Tensor]:
     if not names and causal and isinstance(labels, Tensor) and labels.ndim == 2:
         masks = [(labels != IGNORED).flip(1).cumsum(1).flip(1) > 0]
     return masks if any(not bool(mask.all()) for mask in masks) else []
+
+
+def _next_tokens(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Cross entropy of every token given those before it."""
+    hint = "Give batches as mappings, {'input_ids': ..., 'labels': ...}, or pass loss=..."
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise FactError(f"{type(model).__name__} is an encoder-decoder: token ids alone give it no target. {hint}")
+    logits = logits_of(model(tokens))
+    if logits.ndim != 3 or logits.shape[:2] != tokens.shape:
+        raise FactError(
+            f"{type(model).__name__} gives {list(logits.shape)} for token ids {list(tokens.shape)}: not a prediction at"
+            f" every place. {hint}"
+        )
+    return cross_entropy(logits[:, :-1], tokens[:, 1:])
+
+
+def check_ids(model: nn.Module, batches: Iterable[Batch]) -> None:
+    """Refuse token ids beyond the model's embedding; they would be an index error, or end a CUDA process."""
+    ask = getattr(model, "get_input_embeddings", None)
+    try:
+        table = ask() if callable(ask) else None
+    except Exception:  # a foreign model's own method
+        return
+    if not isinstance(table, nn.Embedding):
+        return
+    rows = table.num_embeddings
+    highest = max((int(ids.max()) for batch in batches if (ids := _ids_in(batch)) is not None), default=0)
+    if highest >= rows:
+        raise ModelError(
+            f"The batches have token id {highest:,}, and the embedding of {type(model).__name__} has {rows:,} rows. The"
+            " tokenizer belongs to another model, or has tokens that this one was not resized for:"
+            " model.resize_token_embeddings(len(tokenizer))."
+        )
+
+
+def _ids_in(batch: Batch) -> Tensor | None:
+    """The token ids of a batch of text. Pictures and sound among them may have ids of their own."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+    parts = batch.values() if isinstance(batch, Mapping) else [batch]
+    if any(isinstance(part, Tensor) and part.is_floating_point() for part in parts):
+        return None
+    return ids if isinstance(ids, Tensor) and ids.numel() else None
 
 
 def in_bf16(loss: Loss) -> Loss:
@@ -180,7 +222,8 @@ def quiet(model: nn.Module, trained: Collection[nn.Parameter] = ()) -> Iterator[
             parameter.grad = None
         for parameter in trained:
             parameter.requires_grad_(True)
-        yield
+        with _recurrent(model):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for config, name, value in settings:
@@ -191,6 +234,19 @@ def quiet(model: nn.Module, trained: Collection[nn.Parameter] = ()) -> Iterator[
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
             parameter.grad = gradient
+
+
+@contextmanager
+def _recurrent(model: nn.Module) -> Iterator[None]:
+    """Recurrent layers in training mode without dropout: cuDNN has no backward pass in evaluation mode."""
+    layers = [(layer, layer.dropout) for layer in model.modules() if isinstance(layer, nn.RNNBase)]
+    try:
+        for layer, _ in layers:
+            layer.training, layer.dropout = True, 0.0
+        yield
+    finally:
+        for layer, dropout in layers:
+            layer.dropout = dropout
 
 
 def _configs(model: nn.Module) -> list[Any]:

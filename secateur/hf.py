@@ -6,6 +6,8 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from secateur import smollm2
-from secateur.errors import ModelError
+from secateur.calibration import IGNORED, check_ids, device_of, standard_loss, to_device
+from secateur.errors import ModelError, SecateurError
 from secateur.folder import load_masks, save
 from secateur.optional import library
 from secateur.texts import check_apart, read_text, split, windows
@@ -26,12 +29,17 @@ __all__ = [
     "load_masks",
     "perplexity",
     "read_text",
+    "reading",
     "save",
     "split",
+    "task_for",
     "windows",
 ]
 
 EXTRA = '"secateur[hf]"'
+TOKENS = "input_ids"
+IN_PYTHON = "From Python: sc.prune(model, [{{{!r}: ..., 'labels': ...}}, ...]), then model.save_pretrained(FOLDER)."
+MASKED = 0.15  # share of the tokens that a masked language model is judged by
 POSITIONS = 128  # predictions judged at once: the softmax over a vocabulary is large
 
 
@@ -64,14 +72,28 @@ def _pretrained(name: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
         model, found = _kind(transformers, config).from_pretrained(
             name, dtype="auto" if dtype is None else dtype, output_loading_info=True
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = _tokenizer(transformers, name, model)
     except Exception as error:  # of many kinds: no network, no such name, a file cut short, code we do not run
         where = "" if Path(name).is_dir() else " (it is no folder here, so the Hugging Face hub was asked)"
-        raise ModelError(f"{name} cannot be loaded{where}: {str(error).strip()}") from error
+        raise ModelError(f"{name} cannot be loaded{where}: {_one_line(error)}") from error
     if missing := sorted(found["missing_keys"]):
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         warnings.warn(f"{name} lacks {len(missing)} tensors, which start at random: {shown}", stacklevel=3)
     return model, tokenizer
+
+
+def _tokenizer(transformers: Any, name: str, model: Any) -> Any:
+    """The model's tokenizer; None for a model that reads pictures or sound and has none."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception:
+        if getattr(model, "main_input_name", TOKENS) == TOKENS:
+            raise
+        return None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _kind(transformers: Any, config: Any) -> Any:
@@ -123,9 +145,10 @@ def perplexity(
             f"Perplexity needs windows [count, context] of two tokens or more and a batch of 1 or more; got"
             f" {list(windows.shape)} and {batch}."
         )
-    if "MaskedLM" in type(model).__name__:
+    if _is_masked(model) or _is_encoder_decoder(model):
         raise ModelError(f"{type(model).__name__} sees the tokens it would predict; perplexity needs a causal model.")
     check_context(model, windows.shape[1])
+    check_ids(model, [windows])
     # A cache of keys and values would be made for each window and never used.
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     device, total, done = next(model.parameters()).device, 0.0, 0
@@ -140,6 +163,98 @@ def perplexity(
     return torch.tensor(total / (len(windows) * (windows.shape[1] - 1)), dtype=torch.float64).exp().item()
 
 
+@dataclass(frozen=True)
+class Task:
+    """How windows of text calibrate and judge a model of one kind."""
+
+    measure: str  # the name of the figure
+    how: str  # what is added to it
+    batches: Callable[[Tensor, int], list[Any]]  # of windows, so many at a time
+    judge: Callable[..., float]  # of a model, windows, batch=... and progress=...
+
+
+def task_for(model: nn.Module, tokenizer: Any) -> Task:
+    """Perplexity for causal models; for masked language models and encoder-decoders their own loss."""
+    kind, reads = type(model).__name__, getattr(model, "main_input_name", TOKENS)
+    if tokenizer is None or not _writes_text(model):
+        how = IN_PYTHON.format(reads if isinstance(reads, str) else TOKENS)
+        raise ModelError(
+            f"{kind} needs labelled examples, which the command line has none of: it prunes by text. {how}"
+        )
+    if _is_encoder_decoder(model):
+        return _by_own_loss("loss", ", second half of each window from the first", _halves)
+    if _is_masked(model):
+        mask = getattr(tokenizer, "mask_token_id", None)
+        if mask is None:
+            raise ModelError(f"{kind} predicts masked tokens, and its tokenizer has no mask token. Add one to it.")
+        return _by_own_loss("loss", f", {MASKED:.0%} of tokens masked", partial(_masked, mask))
+    return Task("perplexity", "", lambda windows, batch: list(windows.split(batch)), perplexity)
+
+
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _is_masked(model: nn.Module) -> bool:
+    return "MaskedLM" in type(model).__name__
+
+
+def _writes_text(model: nn.Module) -> bool:
+    """Whether the model predicts tokens: its kind is known for it, or it has a layer that makes them."""
+    auto = library("transformers.models.auto.modeling_auto", "Judging a model", EXTRA)
+    ask = getattr(model, "get_output_embeddings", None)
+    return type(model).__name__ in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or (
+        callable(ask) and ask() is not None
+    )
+
+
+def _by_own_loss(measure: str, how: str, make: Callable[[Tensor], dict[str, Tensor]]) -> Task:
+    def batches(windows: Tensor, batch: int) -> list[Any]:
+        made = make(windows)
+        parts = [part.split(batch) for part in made.values()]
+        return [dict(zip(made, values, strict=True)) for values in zip(*parts, strict=True)]
+
+    def judge(
+        model: nn.Module, windows: Tensor, *, batch: int = 1, progress: Callable[[int, int], None] | None = None
+    ) -> float:
+        return _mean_loss(model, batches(windows, batch), len(windows), progress)
+
+    return Task(measure, how, batches, judge)
+
+
+def _halves(windows: Tensor) -> dict[str, Tensor]:
+    """What an encoder reads and what a decoder is to write."""
+    if windows.shape[1] < 2:
+        raise ModelError("An encoder-decoder needs windows of two tokens or more; ask for a longer context.")
+    given = windows.shape[1] - windows.shape[1] // 2
+    return {"input_ids": windows[:, :given].contiguous(), "labels": windows[:, given:].contiguous()}
+
+
+def _masked(token: int, windows: Tensor) -> dict[str, Tensor]:
+    """Windows with some tokens masked, always the same ones; labels are the tokens there."""
+    count = max(1, round(MASKED * windows.shape[1]))
+    order = torch.rand(windows.shape, generator=torch.Generator().manual_seed(0), device="cpu").argsort(1)
+    hidden = (order < count).to(windows.device)
+    return {"input_ids": windows.masked_fill(hidden, token), "labels": windows.masked_fill(~hidden, IGNORED)}
+
+
+def _mean_loss(
+    model: nn.Module, batches: Sequence[dict[str, Tensor]], windows: int, progress: Callable[[int, int], None] | None
+) -> float:
+    """The model's own loss, as a mean over all labels."""
+    check_context(model, batches[0][TOKENS].shape[1])
+    check_ids(model, batches)
+    device, total, labels, done = device_of(model), 0.0, 0, 0
+    with _judged(model):
+        for batch in batches:
+            count = int((batch["labels"] != IGNORED).sum())
+            total += standard_loss(model, to_device(batch, device)).item() * count
+            labels, done = labels + count, done + len(batch["labels"])
+            if progress is not None:
+                progress(done, windows)
+    return total / labels
+
+
 def _loss(model: nn.Module, answer: Any, tokens: Tensor) -> float:
     """Cross entropy of the next tokens, summed in fp32 over a few positions at a time."""
     logits = answer if isinstance(answer, Tensor) else getattr(answer, "logits", None)
@@ -151,6 +266,18 @@ def _loss(model: nn.Module, answer: Any, tokens: Tensor) -> float:
         given = logits[:, start : start + wanted.shape[1]].float()
         total += nn.functional.cross_entropy(given.flatten(0, 1), wanted.flatten(), reduction="sum").item()
     return total
+
+
+@contextmanager
+def reading(model: nn.Module) -> Iterator[None]:
+    """Inside, whatever goes wrong in a model that is given text is an error that says so in one line."""
+    try:
+        yield
+    except (SecateurError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of many kinds: a foreign model's own code
+        said = f"{type(model).__name__} cannot read windows of text: {_one_line(error)}"
+        raise ModelError(f"{said}. {IN_PYTHON.format(TOKENS)}") from error
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from secateur import hf
 from secateur.bench.measuring import positive
-from secateur.calibration import standard_loss
+from secateur.calibration import check_ids, standard_loss
 from secateur.errors import SecateurError, TextError
 from secateur.ferry import ferry_for
 from secateur.page import render
@@ -89,7 +89,7 @@ def run_prune(options: argparse.Namespace) -> int:
     follows = pattern is not None and pattern.sparsity is not None
     sparsity = 0.5 if options.sparsity is None and not follows else options.sparsity
 
-    def work(model: Any, batches: list[Tensor]) -> Outcome:
+    def work(model: Any, batches: list[Any]) -> Outcome:
         return prune(
             model, batches, sparsity=sparsity, memory=options.memory, device=_device(options), progress=True, **recipe
         )
@@ -104,7 +104,7 @@ def run_probe(options: argparse.Namespace) -> int:
     group = options.group if options.group == "block" else int(options.group)
     resolve(options.score)
 
-    def work(model: Any, batches: list[Tensor]) -> Outcome:
+    def work(model: Any, batches: list[Any]) -> Outcome:
         return probe(
             model, batches, score=options.score, sparsity=0.5 if options.sparsity is None else options.sparsity,
             order=options.order, group=group, tolerance=options.tolerance, shrink=options.shrink, exact=options.exact,
@@ -114,7 +114,7 @@ def run_probe(options: argparse.Namespace) -> int:
     return _run(options, work)
 
 
-def _run(options: argparse.Namespace, work: Callable[[Any, list[Tensor]], Outcome]) -> int:
+def _run(options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcome]) -> int:
     if options.sparsity is not None:
         check_sparsity(options.sparsity)
     if options.eval and not options.eval.startswith(HARNESS):
@@ -131,16 +131,18 @@ def _run(options: argparse.Namespace, work: Callable[[Any, list[Tensor]], Outcom
     stages = Stages(torch.device(device), show=True)
     with stages.stage("load"):
         model, tokenizer = hf.load(options.model, dtype=dtype, device=None if options.stream else device)
+    task = hf.task_for(model, tokenizer)
     calibration, evaluation = _texts(options, tokenizer, torch.device(device).type)
     hf.check_context(model, calibration.shape[1])
+    check_ids(model, [calibration])
     found = []
-    crossing = _crossing(model, calibration, device) if options.stream else nullcontext
+    crossing = _crossing(model, task.batches(calibration[:1], 1)[0], device) if options.stream else nullcontext
     for when in ("before", "after"):
         if when == "after":
-            outcome = work(model, list(calibration.split(options.batch)))
-        with crossing(), stages.stage(f"perplexity {when}", len(evaluation)) as tick:
-            figure = hf.perplexity(model, evaluation, batch=options.batch, progress=lambda *_: tick())
-        found.append((f"perplexity {when}, context {calibration.shape[1]}, held-out text", figure))
+            outcome = work(model, task.batches(calibration, options.batch))
+        with crossing(), hf.reading(model), stages.stage(f"{task.measure} {when}", len(evaluation)) as tick:
+            figure = task.judge(model, evaluation, batch=options.batch, progress=lambda *_: tick())
+        found.append((f"{task.measure} {when}, context {calibration.shape[1]}, held-out text{task.how}", figure))
         if tasks:
             with crossing():
                 answers = hf.lm_eval(model, tokenizer, tasks)
@@ -162,9 +164,9 @@ def _device(options: argparse.Namespace) -> str:
     return f"{device}:0" if options.stream else device  # named, so that it is another than where the model is
 
 
-def _crossing(model: Any, windows: Tensor, device: str) -> Callable[[], AbstractContextManager[None]]:
+def _crossing(model: Any, batch: Any, device: str) -> Callable[[], AbstractContextManager[None]]:
     sites, _ = find_sites(model)
-    return ferry_for(model, windows[:1], standard_loss, sites, torch.device(device)).crossing
+    return ferry_for(model, batch, standard_loss, sites, torch.device(device)).crossing
 
 
 def _texts(options: argparse.Namespace, tokenizer: Any, device: str) -> tuple[Tensor, Tensor]:

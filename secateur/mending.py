@@ -10,7 +10,7 @@ from torch import Tensor
 from secateur.errors import FactError, PatternError
 from secateur.passage import in_order
 from secateur.reconstruction import COLUMNS, DAMPING, cheapest, damped, groups_of, inverse_factor, solve, sweep
-from secateur.sites import Site
+from secateur.sites import Site, Unfit, unfit_for
 from secateur.subject import Subject
 from secateur.tiles import Layout, Pattern, tile_of
 
@@ -55,13 +55,29 @@ def repair(subject: Subject, dense: Mapping[str, Tensor]) -> None:
     subject.apply()
 
 
+def sparsegpt_unfit(pattern: Pattern | None) -> Unfit:
+    """Says of a site whether SparseGPT cannot give it this pattern: its columns are not the inputs of a convolution."""
+
+    def unfit(site: Site) -> str | None:
+        if pattern is not None and _is_convolution(site):
+            return "'sparsegpt' gives convolutions no pattern; sparsity counts the others alone"
+        return unfit_for(pattern)(site)
+
+    return unfit
+
+
+def _is_convolution(site: Site) -> bool:
+    return site.parameter.ndim > 2 and len(site.layout.rows) == 1
+
+
 def sparsegpt(subject: Subject, sparsity: float, pattern: Pattern | None) -> list[Tensor]:
     """SparseGPT (Frantar and Alistarh 2023): masks and weights together, column by column. The masks, flat."""
     for site in subject.sites:
         tile_of(site.name, site.parameter.shape, site.layout, pattern)
-        convolution = site.parameter.ndim > 2 and len(site.layout.rows) == 1
-        if pattern is not None and (convolution or COLUMNS % pattern.inputs):
+        if pattern is not None and (_is_convolution(site) or COLUMNS % pattern.inputs):
             raise PatternError(f"'sparsegpt' cannot give {site.name!r} the pattern {pattern.text!r}. Skip it.")
+        if _is_convolution(site) and site.layout.inputs != 1:
+            raise PatternError(f"'sparsegpt' cannot prune {site.name!r} ({site.reason}). Use a score, or skip it.")
     masks = {name: mask.clone() for name, mask in subject.masks().items()}
     dampings: list[float] = []
 

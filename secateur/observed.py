@@ -16,6 +16,7 @@ from secateur.blocks import find_blocks
 from secateur.calibration import (
     Batch,
     Loss,
+    check_ids,
     device_of,
     draw,
     first_in,
@@ -33,7 +34,7 @@ from secateur.inputs import Inputs, Reach, check_seen, gather_inputs
 from secateur.progress import Stages
 from secateur.registry import Score, resolve, scores
 from secateur.shards import is_sharded, unwrap
-from secateur.sites import Globs, LeftOut, Site, find_sites, nothing_to_prune
+from secateur.sites import Globs, LeftOut, Site, Unfit, check_readable, find_sites, fits_all, nothing_to_prune
 from secateur.thrift import Thrift, as_bytes, made_again, plan
 
 Facts = dict[str, dict[str, Any]]  # of every site, by name
@@ -58,17 +59,20 @@ class Observed:
         progress: bool = False,
         device: torch.device | str | None = None,
         swift: bool = False,
+        unfit: Unfit = fits_all,
     ) -> None:
         self.model, self.memory = unwrap(model), as_bytes(memory)
+        check_readable(self.model)
         self._thrift: dict[tuple[int, int, int], Thrift] = {}
         self.copies = 1  # of the statistics of a sweep that are to be there at once
-        self.sites, self.left_out = _every_site(self.model, skip, only)
+        self.sites, self.left_out = _every_site(self.model, skip, only, unfit)
         if not self.sites:
             raise nothing_to_prune(self.model, self.left_out)
         if sharded := [site.name for site in self.sites if is_sharded(site.parameter)]:
             raise ShardError(f"{sharded[0]!r} is sharded. Calibration works on whole models: gather it first.")
         self.batches, self.loss = draw(batches, limit), loss or standard_loss
         self.forward = loss or run_model  # where no gradient is needed, labels are not either
+        check_ids(self.model, self.batches)
         home = device_of(self.model)
         self.device = home if device is None else torch.device(device)
         named = self.device.index is not None  # "cuda" is whichever GPU the model is on
@@ -215,13 +219,13 @@ def has_gradients(site: Site, statistic: Tensor) -> Tensor:
     return torch.linalg.vector_norm(near.reshape(matrices, -1), float("inf"), dim=1) != 0
 
 
-def _every_site(model: nn.Module, skip: Globs, only: Globs | None) -> tuple[list[Site], list[LeftOut]]:
+def _every_site(model: nn.Module, skip: Globs, only: Globs | None, unfit: Unfit) -> tuple[list[Site], list[LeftOut]]:
     """Sites of a model, those that were frozen for training among them."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _ in flags:
             parameter.requires_grad_(parameter.is_floating_point())
-        return find_sites(model, skip, only)
+        return find_sites(model, skip, only, unfit)
     finally:
         for parameter, flag in flags:
             parameter.requires_grad_(flag)

@@ -17,7 +17,7 @@ from secateur.patterns import check_choice
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.shelf import on_host
-from secateur.sites import Globs
+from secateur.sites import Globs, unfit_for
 from secateur.subject import Subject
 from secateur.thrift import fits_twice
 from secateur.tiles import parse_pattern
@@ -126,8 +126,9 @@ def probe(
     if tolerances and order != "joint":
         raise PatternError("tolerances are tried on the gradients of one joint probe; use order='joint'.")
     subject = Subject(
-        model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress
-    )
+        model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
+        unfit=unfit_for(shape),
+    )  # fmt: skip
     scope = scope_for(chosen, scope, shape, allocation, subject.sites)
     if exact and order != "joint" and scope == "model":
         raise PatternError('exact=True layer after layer needs a sparsity for each layer: pass scope="layer" or "row".')

@@ -40,7 +40,7 @@ from secateur.saving import (
 )
 from secateur.schedules import Schedule, as_schedule, check_rising, check_sparsity, described
 from secateur.shards import check_replicas, check_tile, is_sharded, like, local, peers_of, unwrap
-from secateur.sites import Globs, LeftOut, find_sites, nothing_to_prune
+from secateur.sites import Globs, LeftOut, check_readable, find_sites, nothing_to_prune, unfit_for
 from secateur.targets import Selection, Target
 from secateur.tiles import parse_pattern, tile_of
 
@@ -102,7 +102,8 @@ class Pruner:
 
     def _survey(self, skip: Globs, only: Globs | None) -> None:
         """Find the sites, refuse what cannot work, and make the masks and whatever else must be kept."""
-        found, left_out = find_sites(unwrap(self._model), skip, only)
+        check_readable(unwrap(self._model))
+        found, left_out = find_sites(unwrap(self._model), skip, only, unfit_for(self._pattern))
         self._facts = Facts(self._optimizers, self.score, found)
         self._sites = self._facts.sites
         known = {site.name for site in self._sites}
@@ -251,7 +252,7 @@ class Pruner:
     def report(self) -> Report:
         """What was asked and what was achieved, tensor by tensor, and what it cost."""
         rows = [
-            TensorRow(s.name, tuple(s.parameter.shape), s.parameter.numel(), gone, churn, cut, s.tied)
+            TensorRow(s.name, tuple(s.parameter.shape), s.parameter.numel(), gone, churn, cut, s.tied, s.reason)
             for s, gone, churn, cut in zip(self._sites, self._gone, self._churn, self._cuts, strict=True)
         ]
         return Report(

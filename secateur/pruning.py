@@ -13,13 +13,13 @@ from secateur.bits import to_bits
 from secateur.calibration import Batch, Loss
 from secateur.choices import Select, scope_for, selector
 from secateur.errors import PatternError, ScheduleError
-from secateur.mending import repair, sparsegpt
+from secateur.mending import repair, sparsegpt, sparsegpt_unfit
 from secateur.patterns import check_choice
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.schedules import cubic
 from secateur.shelf import on_host
-from secateur.sites import Globs
+from secateur.sites import Globs, unfit_for
 from secateur.subject import Subject
 from secateur.targets import Selection
 from secateur.tiles import Pattern, parse_pattern
@@ -65,6 +65,7 @@ def prune(
     settings: dict[str, Any] = {
         "loss": loss, "skip": skip, "only": only, "limit": limit, "memory": memory, "device": device,
         "progress": progress, "swift": True,
+        "unfit": sparsegpt_unfit(shape) if method == SPARSEGPT else unfit_for(shape),
     }  # fmt: skip
     if method == SPARSEGPT:
         return _by_sparsegpt(Subject(model, batches, **settings), sparsity, shape)

@@ -37,6 +37,7 @@ class TensorRow:
     churn: int  # at the last update
     cut: float | None  # score at the boundary of the last update; None where every row or group has its own
     tied: tuple[str, ...]
+    reason: str = ""  # why it is prunable, where its layer alone does not tell
 
     @property
     def sparsity(self) -> float:
@@ -147,14 +148,14 @@ class Report:
 
     def _notes(self) -> list[str]:
         notes = [f"{row.name} is tied with {', '.join(row.tied)} and counts once." for row in self.tensors if row.tied]
+        because = [("Pruned", row.reason, row.name, row.numel) for row in self.tensors if row.reason]
+        because += [("Left dense", reason, name, numel) for name, numel, reason in self.left_out]
         reasons: dict[str, list[tuple[str, int]]] = {}
-        for name, numel, reason in self.left_out:
-            reasons.setdefault(reason, []).append((name, numel))
+        for what, reason, name, numel in because:
+            reasons.setdefault(f"{what}, {reason}", []).append((name, numel))
         for reason, members in reasons.items():
             shown = ", ".join(name for name, _ in members[:3]) + (", ..." if len(members) > 3 else "")
-            notes.append(
-                f"Left dense, {reason}: {len(members)} tensors, {sum(n for _, n in members):,} weights ({shown})"
-            )
+            notes.append(f"{reason}: {len(members)} tensors, {sum(n for _, n in members):,} weights ({shown})")
         return notes
 
 

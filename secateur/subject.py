@@ -106,7 +106,7 @@ class Subject(Observed):
     def outcome(self, **settings: Any) -> Outcome:
         """The report."""
         rows = [
-            TensorRow(s.name, tuple(s.parameter.shape), s.parameter.numel(), gone, churn, cut, s.tied)
+            TensorRow(s.name, tuple(s.parameter.shape), s.parameter.numel(), gone, churn, cut, s.tied, s.reason)
             for s, gone, churn, cut in zip(self.sites, self.held.dead, self._churn, self._cuts, strict=True)
         ]
         return Outcome(

@@ -16,10 +16,15 @@ from secateur.pieces import CHUNK, Where
 
 @dataclass(frozen=True)
 class Layout:
-    """Which dimensions of a weight number its output rows, and which one its inputs. The rest is kernel extent."""
+    """Which dimensions of a weight number its output rows, and which one its inputs. The rest is kernel extent.
+
+    `groups` is how many groups of rows share the dimension of the inputs, one group after another, as in transposed
+    convolutions.
+    """
 
     rows: tuple[int, ...] = (0,)
     inputs: int = 1
+    groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -123,17 +128,26 @@ def tile_of(
 ) -> tuple[int, ...]:
     """The tile a pattern asks for in a tensor of this shape: an n:m group, a block, or, without one, a whole row."""
     if pattern is None:
-        return tuple(1 if dim in layout.rows else size for dim, size in enumerate(shape or whole))
+        row = [1 if dim in layout.rows else size for dim, size in enumerate(shape or whole)]
+        if layout.groups > 1:
+            row[layout.inputs] = whole[layout.inputs] // layout.groups
+        return tuple(row)
     if len(whole) < 2:
         raise PatternError(f"Pattern {pattern.text!r} needs a matrix; {name!r} has shape {tuple(whole)}. Leave it out.")
     tile = [1] * len(whole)
     tile[layout.rows[-1]], tile[layout.inputs] = pattern.rows, pattern.inputs
-    if any(size % t for size, t in zip(whole, tile, strict=True)):
+    if not fits(whole, layout, pattern):
         raise PatternError(
             f"{name!r} of shape {tuple(whole)} cannot be tiled by {pattern.text!r}: its outputs must be divisible by"
             f" {pattern.rows} and its inputs by {pattern.inputs}. Leave it out with skip={name!r}."
         )
     return tuple(tile)
+
+
+def fits(whole: Sequence[int], layout: Layout, pattern: Pattern) -> bool:
+    """Whether a tensor of this shape can be cut into the pattern's tiles."""
+    rows, inputs = whole[layout.rows[-1]], whole[layout.inputs] // layout.groups
+    return rows % pattern.rows == 0 and inputs % pattern.inputs == 0
 
 
 def pairwise_sum(rows: Tensor) -> Tensor:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import secateur as sc
 from secateur.cli import main
 from secateur.recipe import NAMED, Recipe, read_recipe
 
 pytest.importorskip("transformers", reason="transformers is not installed")
+
+import transformers
 
 from secateur import hf
 from tests import tiny
@@ -31,9 +36,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *words: str) -> int:
+def run(folder: Path, *words: str, model: str = "model") -> int:
     sizes = ["--context", "16", "--calibration", "6", "--evaluation", "5", "--device", "cpu"]
-    return main([words[0], str(folder / "model"), "--data", str(folder / "one.txt"), *sizes, *words[1:]])
+    return main([words[0], str(folder / model), "--data", str(folder / "one.txt"), *sizes, *words[1:]])
 
 
 @pytest.mark.parametrize(
@@ -111,3 +116,130 @@ def test_recipes(tmp_path: Path) -> None:
     assert read_recipe("rounds") is NAMED["rounds"]
     with pytest.raises(ValueError, match="No recipe 'round'. Did you mean 'rounds'"):
         read_recipe("round")
+
+
+def encoder_decoder(kind: str) -> Any:
+    sizes: dict[str, Any] = {"d_model": 16, "vocab_size": tiny.VOCABULARY + 1, "decoder_start_token_id": 0}
+    if kind == "T5":
+        sizes |= {"d_ff": 24, "num_layers": 2, "num_heads": 2, "d_kv": 8}
+    else:
+        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32}
+        sizes |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, **heads}
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(getattr(transformers, f"{kind}Config")(**sizes))
+
+
+def saved(folder: Path, model: Any, tokenizer: Any = None) -> None:
+    model.save_pretrained(folder / "model")
+    tokenizer = tokenizer or tiny.tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    tokenizer.save_pretrained(folder / "model")
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (lambda: encoder_decoder("T5"), "second half of each window from the first"),
+        (lambda: encoder_decoder("Bart"), "second half of each window from the first"),
+        (lambda: tiny.bert(num_hidden_layers=2), "15% of tokens masked"),
+    ],
+    ids=["T5", "Bart", "Bert"],
+)
+@pytest.mark.parametrize(
+    "words", [("prune",), ("probe", "--tolerance", "1"), ("prune", "--stream", "--recipe", "wanda")]
+)
+def test_models_that_are_judged_by_their_own_loss(
+    folder: Path, make: Any, how: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(folder / "model")
+    saved(folder, make())
+    out = folder / "out"
+    assert run(folder, *words, "--out", str(out)) == 0
+    assert f"loss after, context 16, held-out text, {how}" in capsys.readouterr().out
+    record = json.loads((out / "report.json").read_text())
+    (before, first), (_, after) = record["found"][:2]
+    assert before == f"loss before, context 16, held-out text, {how}"
+    model, tokenizer = hf.load(out)
+    masks = hf.load_masks(out)
+    assert sum(int((model.get_parameter(name) == 0).sum()) for name in masks) == record["pruned"] > 0
+    windows = hf.windows(tokenizer, (folder / "one.txt").read_text(), 16, 11)
+    task = hf.task_for(model, tokenizer)
+    assert task.judge(model, windows[6:], batch=2) == pytest.approx(after, rel=1e-5)
+    dense, _ = hf.load(folder / "model")
+    assert task.judge(dense, windows[6:]) == pytest.approx(first, rel=1e-5)
+    assert after != first
+
+
+def test_what_a_masked_model_is_asked() -> None:
+    """Every window has as many masked tokens, always the same, and only those have labels."""
+    tokenizer, model = tiny.tokenizer(), tiny.bert().eval()
+    with pytest.raises(sc.SecateurError, match="its tokenizer has no mask token"):
+        hf.task_for(model, tokenizer)
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    windows = torch.randint(1, 90, (4, 20), generator=torch.Generator().manual_seed(0))
+    task = hf.task_for(model, tokenizer)
+    batches = task.batches(windows, 3)
+    ids, labels = (torch.cat([batch[key] for batch in batches]) for key in ("input_ids", "labels"))
+    hidden = ids == tokenizer.mask_token_id
+    assert hidden.sum(1).tolist() == [3] * 4
+    assert torch.equal(torch.where(hidden, labels, ids), windows)
+    assert bool((labels[~hidden] == -100).all())
+    assert all(
+        torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(batches, task.batches(windows, 3), strict=True)
+    )
+    expected = torch.nn.functional.cross_entropy(model(ids).logits[hidden], windows[hidden]).item()
+    assert task.judge(model, windows, batch=3) == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_encoder_decoder_writes_the_second_half() -> None:
+    model = encoder_decoder("T5").eval()
+    windows = torch.randint(1, 90, (3, 9), generator=torch.Generator().manual_seed(0))
+    task = hf.task_for(model, tiny.tokenizer())
+    expected = model(input_ids=windows[:, :5], labels=windows[:, 5:].contiguous()).loss.item()
+    assert task.judge(model, windows, batch=2) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(sc.SecateurError, match="perplexity needs a causal model"):
+        hf.perplexity(encoder_decoder("Bart"), windows)
+
+
+def vision() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=16, patch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (vision, "ViTForImageClassification needs labelled examples"),
+        (lambda: tiny.bert("BertForSequenceClassification"), "[{'input_ids': ..., 'labels': ...}, ...]"),
+        (lambda: tiny.bert("BertForTokenClassification"), "needs labelled examples"),
+        (lambda: tiny.bert("BertModel"), "needs labelled examples"),
+        (lambda: tiny.llama(vocab_size=40), "the embedding of LlamaForCausalLM has 40 rows"),
+        (lambda: tiny.bert(vocab_size=40), "the embedding of BertForMaskedLM has 40 rows"),
+    ],
+)
+def test_models_that_text_cannot_judge_are_refused_in_one_line(
+    folder: Path, make: Any, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(folder / "model")
+    model = make()
+    if model.main_input_name == "pixel_values":
+        model.save_pretrained(folder / "model")
+    else:
+        saved(folder, model)
+    assert run(folder, "prune") == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("secateur: ")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert not (folder / "pruned-model").exists()
+
+
+def test_whatever_goes_wrong_in_a_model_is_said_in_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyError("bbox is missing\n\nand needed")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", broken)
+    assert run(folder, "prune") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("secateur: LlamaForCausalLM cannot read windows of text: ")
+    assert "bbox is missing" in last

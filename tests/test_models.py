@@ -174,3 +174,53 @@ def test_swift_gradients_are_nearly_those_of_fp32() -> None:
         assert float((a.sqrt() - b.sqrt()).norm() / a.sqrt().norm()) < 0.02, name
     assert [(p.data_ptr(), p.dtype) for p in model.parameters()] == places
     assert all(p.grad is None for p in model.parameters())
+
+
+MIXTURES = {
+    "Mixtral": {}, "Qwen2Moe": {}, "Qwen3Moe": {}, "DeepseekV2": {"first_k_dense_replace": 0}, "Olmoe": {},
+    "DeepseekV3": {"first_k_dense_replace": 0}, "GptOss": {}, "Llama4": {}, "GraniteMoe": {}, "Jamba": {}, "Phimoe": {},
+    "JetMoe": {}, "Glm4Moe": {"first_k_dense_replace": 0}, "Ernie4_5_Moe": {}, "NemotronH": {},
+    "Aria": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_of_every_family_are_found_and_lie_as_they_are_used(family: str) -> None:
+    text = family in ("Llama4", "Aria")
+    kind = getattr(transformers, f"{family}TextConfig" if text else f"{family}Config")
+    config = kind(**MIXTURES[family])
+    config.num_hidden_layers = 4
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}TextForCausalLM" if family == "Aria" else f"{family}ForCausalLM")(
+            config
+        )
+    stacks = {name: p for name, p in model.named_parameters() if p.ndim == 3 and "conv" not in name}
+    found = {site.name: site for site in find_sites(model)[0]}
+    assert stacks
+    assert stacks.keys() <= found.keys()
+    for name, stack in stacks.items():
+        layout = found[name].layout
+        out = any(word in name for word in ("down_proj", "output_linear"))
+        assert stack.shape[layout.rows[-1] if out else layout.inputs] == config.hidden_size, name
+        assert found[name].reason == "experts"
+    assert not any("router" in name or name.endswith(".gate.weight") for name in found)
+
+
+def vit() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5)
+    return transformers.ViTForImageClassification(config)
+
+
+@pytest.mark.parametrize(("make", "first"), [(resnet, "embedder"), (vit, "patch_embeddings")])
+@pytest.mark.parametrize("settings", [{}, {"score": "wanda"}, {"reconstruct": True}], ids=str)
+def test_patterns_on_vision_models_skip_the_first_convolution(make: Any, first: str, settings: dict[str, Any]) -> None:
+    model = make()
+    report = sc.prune(model, batches("resnet"), pattern="2:4", sparsity=None, **settings)
+    assert report.sparsity == 0.5
+    left = [name for name, _, reason in report.left_out if "does not divide into 2:4" in reason]
+    assert len(left) == 1
+    assert first in left[0]
+    assert bool((model.get_parameter(left[0]) != 0).all())
+    weight = model.get_parameter(report.tensors[-1].name)
+    assert bool(((weight.unflatten(1, (-1, 4)) != 0).sum(2) <= 2).all())

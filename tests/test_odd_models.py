@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 from collections import namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal import two_tensor
 
 import secateur as sc
 from secateur import passage
 from secateur.blocks import Chain, find_blocks
 from secateur.calibration import standard_loss
+from secateur.errors import FactError, ModelError, SiteError
 from secateur.sites import find_sites
 from secateur.subject import Subject
 from tests import tiny
@@ -298,3 +303,131 @@ def test_weights_that_share_one_storage() -> None:
         found.append([p.detach().clone() for p in model.parameters()])
     for apart, together in zip(*found, strict=True):
         torch.testing.assert_close(together, apart)
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def every_way(model: nn.Module) -> list[Any]:
+    """The calls that must refuse a model they cannot work on."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    return [
+        lambda: sc.prune(model, pairs()),
+        lambda: sc.probe(model, pairs(), score="magnitude"),
+        lambda: sc.Pruner(model, optimizer),
+    ]
+
+
+def test_models_without_values_are_refused() -> None:
+    with torch.device("meta"):
+        meta = small()
+    for call in every_way(meta):
+        with pytest.raises(ModelError, match="'0.weight' is on the meta device and has no values"):
+            call()
+    for call in every_way(nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 4))):
+        with pytest.raises(ModelError, match="'0.weight' has no shape yet"):
+            call()
+
+
+def test_offloaded_models_are_refused() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = accelerate.cpu_offload(small(), execution_device=torch.device("cpu"))
+    for call in every_way(model):
+        with pytest.raises(ModelError, match="'0.weight' is offloaded by accelerate.*pass device=..."):
+            call()
+
+
+def test_inference_tensors_are_refused_and_a_copy_works() -> None:
+    with torch.inference_mode():
+        made = small()
+    before = [p.clone() for p in made.parameters()]
+    for call in every_way(made):
+        with pytest.raises(ModelError, match=r"was made under torch.inference_mode\(\).*copy.deepcopy"):
+            call()
+    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), before, strict=True))
+    assert sc.prune(copy.deepcopy(made), pairs()).sparsity == 0.5
+    with torch.inference_mode():
+        for call in every_way(small()):
+            with pytest.raises(ModelError, match="inference_mode.*Call it outside"):
+                call()
+
+
+def quantized(kind: str) -> nn.Sequential:
+    """A model whose first layer is stored as libraries that quantize store it."""
+    model = small()
+    weight = model[0].weight.detach()
+    stored: dict[str, Any] = {
+        "int8": lambda: nn.Parameter((weight * 100).to(torch.int8), requires_grad=False),
+        "uint8": lambda: nn.Parameter(torch.zeros(128, 1, dtype=torch.uint8), requires_grad=False),
+        "float8": lambda: nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False),
+        "wrapped": lambda: nn.Parameter(two_tensor.TwoTensor(weight, weight)),
+    }
+    model[0].weight = stored[kind]()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("int8", "quantized (torch.int8)"),
+        ("uint8", "quantized (torch.uint8)"),
+        ("float8", "quantized (torch.float8_e4m3fn)"),
+        ("wrapped", "wrapped in TwoTensor"),
+    ],
+)
+def test_quantized_weights_are_left_out_by_name(kind: str, reason: str) -> None:
+    reason += ", not plain numbers (prune before quantizing)"
+    model = quantized(kind)
+    pruner = sc.Pruner(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]))
+    assert ("0.weight", reason) in [(name, why) for name, _, why in pruner.report().left_out]
+    assert sorted(pruner.masks) == ["2.weight"]
+    for call in (sc.prune, sc.probe):
+        with pytest.raises(SiteError, match=re.escape(f"0.weight: {reason}")):
+            call(quantized(kind), pairs(), skip="2")  # type: ignore[operator]
+
+
+def test_a_model_that_says_it_is_quantized() -> None:
+    model = nn.Sequential(nn.LayerNorm(16))
+    model.config = SimpleNamespace(quantization_config={"bits": 4})
+    with pytest.raises(SiteError, match="Nothing to prune in Sequential.*load it without quantization"):
+        sc.prune(model, pairs())
+
+
+def test_a_vocabulary_smaller_than_the_ids() -> None:
+    model = tiny.llama(vocab_size=12)
+    for batches in (IDS, [{"input_ids": IDS, "labels": IDS}]):
+        with pytest.raises(ModelError, match="token id 16, and the embedding of LlamaForCausalLM has 12 rows"):
+            sc.prune(model, batches)
+    with pytest.raises(ModelError, match="token id 16"):
+        sc.probe(model, IDS)
+
+
+def test_token_ids_alone_for_models_that_need_more() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"d_model": 16, "d_ff": 24, "num_layers": 1, "num_heads": 2, "d_kv": 8, "vocab_size": 17}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    with pytest.raises(FactError, match="is an encoder-decoder.*mappings"):
+        sc.prune(model, IDS)
+    with pytest.raises(FactError, match="not a prediction at every place.*mappings"):
+        sc.prune(tiny.bert("BertForSequenceClassification"), IDS)
+
+
+def test_recurrent_layers_are_measured_without_dropout() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(16, 8, num_layers=2, dropout=0.5)
+            self.last = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.rnn(x)[0])
+
+    model = Recurrent().train()
+    subject = Subject(model, pairs(), only="rnn")
+    found = [subject.gradients({"gradient"})["rnn.weight_hh_l1"]["gradient"] for _ in range(2)]
+    assert torch.equal(*found)
+    assert model.rnn.dropout == 0.5
+    model.eval()
+    sc.prune(model, pairs(), only="rnn")
+    assert not model.rnn.training

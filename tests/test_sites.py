@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.errors import SiteError
+from secateur.errors import FactError, PatternError, SiteError
 from secateur.sites import find_sites
 from secateur.tiles import Layout
 from tests.conftest import Block
@@ -71,7 +71,8 @@ def test_convolutions_and_experts() -> None:
         "oss.gate_up_proj": Layout(rows=(0, 2), inputs=1),
     }
     found = reasons(model)
-    assert found["turned.weight"] == found["pos_embedding"] == "not a kind of weight we prune"
+    assert found["turned.weight"] == "transposed convolution (only=... prunes it)"
+    assert found["pos_embedding"] == "table of vectors (only=... prunes it)"
 
 
 def test_skip_and_only_are_globs(block: Block) -> None:
@@ -165,13 +166,14 @@ def test_what_only_looks_like_experts() -> None:
             "normed": nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 8, 3)),
             "bilinear": nn.Bilinear(3, 4, 5),
             "composer": Stack("w"),
+            "experts": Stack("w"),
             "table": Stack("pos_embed"),
             "llama": Llama4TextExperts("gate_up_proj"),
         }
     )
     sites, _ = find_sites(model)
     assert {site.name: site.layout for site in sites} == {
-        "composer.w": Layout(rows=(0, 1), inputs=2),
+        "experts.w": Layout(rows=(0, 1), inputs=2),
         "llama.gate_up_proj": Layout(rows=(0, 2), inputs=1),
     }
 
@@ -221,3 +223,308 @@ def test_empty_weights_and_flattened_ones_are_told_apart() -> None:
     model.append(FullyShardedDataParallel())
     with pytest.raises(sc.SecateurError, match="Shard with torch's fully_shard"):
         sc.Pruner(model, torch.optim.AdamW(model.parameters()))
+
+
+class Head(nn.Module):
+    """One head of an attention, as in nanoGPT's lecture."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.key, self.query, self.value = (nn.Linear(width, size, bias=False) for _ in range(3))
+
+
+class Attention(nn.Module):
+    def __init__(self, projected: bool) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Head(8, 4) for _ in range(2))
+        if projected:
+            self.proj = nn.Linear(8, 8)
+
+
+class Lecture(nn.Module):
+    """Blocks with a list of attention heads each, in a list, in a Sequential, or one attention without blocks."""
+
+    def __init__(self, blocks: int, kind: Any, projected: bool = True) -> None:
+        super().__init__()
+        made = [nn.ModuleDict({"sa": Attention(projected)}) for _ in range(blocks)]
+        if blocks:
+            self.blocks = kind(made) if kind is nn.ModuleList else kind(*made)
+        else:
+            self.sa_heads = Attention(projected)
+        self.lm_head = nn.Linear(8, 10)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential])
+@pytest.mark.parametrize("projected", [True, False])
+def test_heads_of_an_attention_are_not_output_heads(blocks: int, kind: Any, projected: bool) -> None:
+    found = reasons(Lecture(blocks, kind, projected))
+    assert {name for name, reason in found.items() if reason.startswith("head")} == {"lm_head.weight"}
+    assert len([name for name in found if ".heads." in name and found[name] == "site"]) == max(1, blocks) * 6
+
+
+def test_output_heads_are_left_dense_wherever_they_are() -> None:
+    def linear() -> nn.Linear:
+        return nn.Linear(8, 8)
+
+    class Ensemble(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.members = nn.ModuleList(nn.ModuleDict({"body": linear(), "head": linear()}) for _ in range(2))
+
+    def scored(last: str) -> nn.Module:
+        blocks = nn.ModuleList(nn.ModuleDict({"score": linear(), "mlp": linear()}) for _ in range(2))
+        return nn.ModuleDict({"blocks": blocks, last: linear()})
+
+    cases: list[tuple[nn.Module, set[str]]] = [
+        (nn.ModuleDict({"encoder": linear(), "heads": nn.Sequential(linear(), nn.Tanh(), linear())}), {"heads.2"}),
+        (nn.ModuleDict({"encoder": linear(), "heads": nn.ModuleList([linear(), linear()])}), {"heads.0", "heads.1"}),
+        (nn.ModuleDict({"body": linear(), "head": linear(), "head_dist": linear()}), {"head"}),
+        (nn.ModuleDict({"features": linear(), "classifier": nn.Sequential(linear(), linear())}), {"classifier.1"}),
+        (nn.ModuleDict({"encoder": linear(), "classifier": linear(), "decoder": linear()}), {"classifier"}),
+        (nn.Sequential(linear(), nn.ModuleDict({"head": nn.ModuleDict({"fc": linear()})})), {"1.head.fc"}),
+        (Ensemble(), {"members.0.head", "members.1.head"}),
+        (scored("score"), {"score"}),
+    ]
+    for model, heads in cases:
+        found = reasons(model)
+        assert {name for name, reason in found.items() if reason.startswith("head")} == {f"{n}.weight" for n in heads}
+
+
+def test_routers_inside_a_module_of_their_own() -> None:
+    block = nn.ModuleDict({"router": nn.ModuleDict({"classifier": nn.Linear(32, 4)}), "mlp": nn.Linear(32, 32)})
+    found = reasons(nn.ModuleDict({"blocks": nn.ModuleList([block])}))
+    assert found["blocks.0.router.classifier.weight"] == "router (only=... prunes it)"
+
+
+class Odd(nn.Module):
+    """Parameters of two and more dimensions that no layer of torch's owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"queries": (1, 4, 8), "prompts": (3, 4, 8), "latents": (3, 5, 7), "A_log": (8, 4), "weight": (6, 8)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+
+def test_tables_are_left_out_until_they_are_named() -> None:
+    model = nn.ModuleDict({"odd": Odd(), "table": nn.Embedding(9, 8), "layer": nn.Linear(8, 8)})
+    ask = "(only=... prunes it)"
+    found = reasons(model)
+    assert found["layer.weight"] == "site"
+    assert {name: found[f"odd.{name}"] for name in ("queries", "prompts", "latents", "A_log", "weight")} == {
+        "queries": f"table of vectors {ask}",
+        "prompts": f"table of vectors {ask}",
+        "latents": f"table of vectors {ask}",
+        "A_log": f"not known to be a matrix {ask}",
+        "weight": f"weight of a custom module {ask}",
+    }
+    for region in ("*", "*odd*", ["odd", "table*.*", "layer"]):  # a region is asked for its matrices
+        sites, _ = find_sites(model, only=region)
+        assert {"odd.weight"} <= {site.name for site in sites} <= {"odd.weight", "layer.weight"}
+    for name in ("odd.prompts", "odd.A_log", "*.queries", "table", "table.weight", "*.weight"):
+        sites, _ = find_sites(model, only=name)
+        assert sites
+        assert all(name.strip("*.") in site.name for site in sites), name
+        assert all(site.reason.startswith("named by only") for site in sites)
+    assert reasons(model, only="*")["odd.A_log"] == "not known to be a matrix (name it in only=... to prune it)"
+
+
+def test_stacks_are_known_by_what_their_module_tells() -> None:
+    class Bare(nn.Module):
+        """Stacks without a word that says so."""
+
+        def __init__(self, **shapes: tuple[int, ...]) -> None:
+            super().__init__()
+            for name, shape in shapes.items():
+                self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+    counted, linear = Bare(w=(4, 6, 8)), type("GroupedLinear", (Bare,), {})(weight=(2, 8, 6))
+    counted.num_experts, linear.in_features = 4, 8
+    model = nn.ModuleDict(
+        {
+            "fused": Bare(gate_up_proj=(4, 12, 8), down_proj=(4, 8, 6)),
+            "turned": Bare(a=(4, 8, 12), b=(4, 6, 8)),
+            "plain": Bare(w1=(4, 6, 8), w2=(4, 8, 6)),
+            "pairs": Bare(keys=(4, 6, 8), values=(4, 6, 8)),
+            "counted": counted,
+            "linear": linear,
+        }
+    )
+    straight, turned = Layout(rows=(0, 1), inputs=2), Layout(rows=(0, 2), inputs=1)
+    sites, _ = find_sites(model)
+    assert {site.name: site.layout for site in sites} == {
+        "fused.gate_up_proj": straight, "fused.down_proj": straight, "turned.a": turned, "turned.b": turned,
+        "plain.w1": straight, "plain.w2": straight, "counted.w": straight, "linear.weight": turned,
+    }  # fmt: skip
+    assert {site.reason for site in sites} == {"experts", "a matrix for each group"}
+    assert reasons(model)["pairs.keys"] == "not known to be a matrix (only=... prunes it)"
+
+
+class Everything(nn.Module):
+    """Every kind of weight that is pruned when `only` asks for it, each used once on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.cell = nn.GRUCell(8, 8)
+        self.up = nn.ConvTranspose1d(8, 8, 4, groups=2)
+        self.mixed = nn.Bilinear(8, 8, 8)
+        self.custom = Odd()
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        state, _ = self.lstm(self.embedding(tokens))
+        state = self.up(state.transpose(1, 2))[..., : tokens.shape[1]].transpose(1, 2)
+        state = self.cell(self.mixed(state, state).flatten(0, 1)).unflatten(0, tokens.shape)
+        prompts = self.custom.prompts.mean((0, 1)) + self.custom.queries.mean((0, 1))
+        state = torch.tanh(self.spectral(self.normed(state)) + prompts)
+        return self.last(nn.functional.linear(state, self.custom.weight)).mean(1)
+
+
+ASKED = (
+    "embedding", "lstm", "cell", "up", "mixed", "custom.weight", "custom.prompts", "normed", "spectral.weight",
+)  # fmt: skip
+
+
+def batches_of_tokens() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [(torch.randint(0, 12, (4, 6), generator=draw), torch.arange(4)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("settings", [{}, {"scope": "row"}, {"pattern": "2:4", "sparsity": None}], ids=str)
+def test_only_asks_for_any_weight(name: str, settings: dict[str, Any]) -> None:
+    model = Everything()
+    report = sc.prune(model, batches_of_tokens(), only=name, **settings)
+    assert report.sparsity == pytest.approx(0.5, abs=0.01)
+    assert all(row.reason.startswith("named by only") for row in report.tensors)
+    assert "Pruned, named by only" in str(report)
+    for key, mask in report.masks.items():
+        assert bool((model.get_parameter(key)[~mask] == 0).all())
+    if name in ("normed", "spectral.weight"):  # the weight that is used has the same zeros
+        made = model.get_submodule(name.removesuffix(".weight")).weight
+        assert torch.equal(made == 0, ~next(iter(report.masks.values())))
+
+
+@pytest.mark.parametrize("name", ["lstm", "up", "embedding", "normed"])
+def test_only_works_in_training_too(name: str) -> None:
+    model = Everything()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    pruner = sc.Pruner(model, optimizer, sparsity=0.5, every=1, only=name)
+    for tokens, targets in batches_of_tokens():
+        nn.functional.cross_entropy(model(tokens), targets).backward()
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+    assert pruner.sparsity == pytest.approx(0.5, abs=0.01)
+    if name == "normed":
+        assert int((model.normed.weight == 0).sum()) == pruner.report().pruned
+
+
+def test_rows_of_a_transposed_convolution_are_its_outputs() -> None:
+    """Scope and pattern in [inputs, outputs of a group, kernel] are those in the convolution it stands for."""
+    groups, draw = 2, torch.randn(8, 3, 5)  # 8 inputs in two groups, 6 outputs
+    turned = nn.ConvTranspose1d(8, 6, 5, groups=groups)
+    plain = nn.Conv1d(8, 6, 5, groups=groups)
+    with torch.no_grad():
+        turned.weight.copy_(draw)
+        plain.weight.copy_(draw.unflatten(0, (groups, 4)).transpose(1, 2).reshape(6, 4, 5))
+    for settings in ({"scope": "row", "sparsity": 0.4}, {"pattern": "2:4", "sparsity": None}):
+        masks = []
+        for layer in (turned, plain):
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+            pruner = sc.Pruner(layer, optimizer, score="magnitude", every=1, only="*", **settings)
+            layer.weight.grad = torch.zeros_like(layer.weight)
+            optimizer.step()
+            pruner.step()
+            masks.append(pruner.masks["weight"])
+        assert torch.equal(masks[0].unflatten(0, (groups, 4)).transpose(1, 2).reshape(6, 4, 5), masks[1])
+    with pytest.raises(PatternError, match="cannot be tiled by '4:8'"):  # eight inputs, but four of a group
+        sc.Pruner(turned, torch.optim.SGD(turned.parameters()), pattern="4:8", sparsity=None, only="*")
+
+
+def test_a_parametrization_that_does_not_keep_zeros_is_refused() -> None:
+    class Symmetric(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.triu() + x.triu(1).mT
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 4))
+    nn.utils.parametrize.register_parametrization(model[2], "weight", Symmetric())
+    for name, kind in (("1.weight", "_Orthogonal"), ("2", "Symmetric")):
+        with pytest.raises(SiteError, match=f"its parametrization \\({kind}\\) does not keep zeros"):
+            find_sites(model, only=name)
+    found = reasons(model, only="*")
+    assert found["1.parametrizations.weight.original"] == "its parametrization (_Orthogonal) does not keep zeros"
+    assert found["0.weight"] == "site"
+    assert reasons(model)["1.parametrizations.weight.original"] == "parametrized (only=... prunes it)"
+
+
+def test_looking_at_a_parametrization_changes_nothing() -> None:
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)).train()
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    sites, _ = find_sites(layer, only="weight")
+    assert [site.name for site in sites] == ["parametrizations.weight.original"]
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert all(module.training for module in layer.modules())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_older_reparametrizations() -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.utils.spectral_norm(nn.Conv1d(8, 8, 3)))
+    assert set(reasons(model).values()) == {"bias, norm or vector", "parametrized (only=... prunes it)"}
+    sites, _ = find_sites(model, only="*")
+    assert [site.name for site in sites] == ["0.weight_v", "1.weight_orig"]
+
+
+@pytest.mark.parametrize("name", ["embedding", "lstm", "up", "mixed", "normed"])
+def test_inputs_nobody_sees_are_an_error_that_says_what_works(name: str) -> None:
+    with pytest.raises(FactError, match="use a score that reads gradients"):
+        sc.prune(Everything(), batches_of_tokens(), score="wanda", only=name)
+
+
+def test_sparsegpt_refuses_transposed_convolutions() -> None:
+    with pytest.raises(PatternError, match="'sparsegpt' cannot prune 'up.weight'"):
+        sc.prune(Everything(), batches_of_tokens(), method="sparsegpt", only="up")
+    report = sc.prune(Everything(), batches_of_tokens(), method="sparsegpt", only=["lstm", "last"])
+    assert report.sparsity == pytest.approx(0.5, abs=0.01)
+
+
+def small_vision() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, 10), nn.Linear(10, 4),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [{}, {"score": "wanda"}, {"method": "sparsegpt"}], ids=str)
+def test_a_pattern_leaves_out_what_cannot_take_it(settings: dict[str, Any]) -> None:
+    images = [(torch.randn(4, 3, 8, 8), torch.arange(4)) for _ in range(3)]
+    model = small_vision()
+    report = sc.prune(model, images, pattern="2:4", sparsity=None, **settings)
+    convolution = {"2.weight"} if "method" not in settings else set()  # SparseGPT's columns are no channels
+    assert {row.name for row in report.tensors} == {"6.weight"} | convolution
+    assert report.sparsity == 0.5
+    left = {name: reason for name, _, reason in report.left_out}
+    assert left["7.weight"] == "its shape does not divide into 2:4; sparsity counts the others alone"
+    assert "sparsity counts the others alone" in left["0.weight"]
+    assert "does not divide into 2:4" in str(report)
+    assert bool((model[0].weight != 0).all())
+    with pytest.raises(PatternError, match="'0.weight' of shape .* cannot be tiled by '2:4'"):
+        sc.prune(small_vision(), images, pattern="2:4", sparsity=None, only=["0", "2"])
+
+
+def test_the_probe_and_the_pruner_leave_out_what_cannot_take_a_pattern() -> None:
+    images = [(torch.randn(4, 3, 8, 8), torch.arange(4)) for _ in range(3)]
+    report = sc.probe(small_vision(), images, pattern="2:4", sparsity=None, exact=True)
+    assert [row.name for row in report.tensors] == ["2.weight", "6.weight"]
+    model = small_vision()
+    optimizer = torch.optim.AdamW(model.parameters())
+    pruner = sc.Pruner(model, optimizer, pattern="block:4x4", sparsity=0.5)
+    assert sorted(pruner.masks) == ["2.weight"]
+    assert "Left dense, its shape does not divide into block:4x4" in str(pruner.report())
+    with pytest.raises(SiteError, match="Nothing to prune in Sequential.*does not divide into 7:11"):
+        sc.Pruner(model, optimizer, pattern="7:11", sparsity=None)
