@@ -84,3 +84,12 @@ def test_singular_products_are_damped_until_they_work() -> None:
     assert bool(factor.isfinite().all())
     with pytest.raises(FactError, match="not positive definite"):
         inverse_factor(torch.full((4, 4), float("nan")))
+
+
+def test_how_far_damping_goes() -> None:
+    """From a hundredth of the mean, ten times as much each time, to a thousand times the mean."""
+    factor, damping = inverse_factor(torch.tensor([[1.0, 500.0], [500.0, 1.0]]))
+    assert damping == pytest.approx(1000)
+    assert bool(factor.isfinite().all())
+    with pytest.raises(FactError, match="not positive definite"):
+        inverse_factor(torch.tensor([[1.0, 5000.0], [5000.0, 1.0]]))

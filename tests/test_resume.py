@@ -102,3 +102,16 @@ def test_loading_zeroes_what_the_masks_say(block: Block) -> None:
     again = sc.Pruner(fresh, torch.optim.AdamW(fresh.parameters()), sparsity=0.5, every=1)
     again.load_state_dict(pruner.state_dict())
     assert all(bool((fresh.get_parameter(name)[~mask] == 0).all()) for name, mask in again.masks.items())
+
+
+def test_facts_and_marks_of_rows_are_saved_and_come_back(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, score="movement", sparsity=0.5, every=1)
+    train(block, optimizer, 3, pruner.step)
+    state = pruner.state_dict()
+    assert bool((state["movement_sum.up.weight"] != 0).any())
+    assert len(state["rows.up.weight"].unique()) > 48  # of 64 rows: those of another process would show
+    other = sc.Pruner(block, torch.optim.AdamW(block.parameters()), score="movement", sparsity=0.5, every=1)
+    other.load_state_dict(state)
+    again = other.state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in state.items())

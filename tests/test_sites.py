@@ -196,6 +196,13 @@ def test_heads_and_routers_by_the_company_they_keep() -> None:
     assert found["mixture.gate.weight"] == found["mixture.attention.in_proj_weight"] == "site"
 
 
+def test_a_gate_with_more_than_a_quarter_as_many_outputs_is_no_router() -> None:
+    found = reasons(nn.ModuleDict({"a": nn.ModuleDict({"gate": nn.Linear(7, 2)}), "b": nn.Linear(4, 4)}))
+    assert found["a.gate.weight"] == "site"
+    found = reasons(nn.ModuleDict({"a": nn.ModuleDict({"gate": nn.Linear(8, 2)}), "b": nn.Linear(4, 4)}))
+    assert found["a.gate.weight"] == "router (only=... prunes it)"
+
+
 def test_names_of_containers_and_of_wrapped_parts() -> None:
     model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend="eager"))})
     model["shared"] = model["encoder"][0]
