@@ -25,6 +25,7 @@ from tests.fuzzing import TRAIN, Broken, check, home, saved_model
 
 TIMED = ("seconds", "breakdown_ms", "gpu", "load_at_start", "stages", "updates", "versions", "commit")
 BITS = ("model", "optimizer", "masks", "pruner", "tokenizer")  # files that must be the same to the bit
+LATE = 24  # operations at the end of a run, the renames and the removal of what was there before among them
 WRITES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "shutil.copyfile"}
 
 
@@ -117,7 +118,9 @@ def _timeless(found: Any) -> Any:
 def kill(words: list[str], folder: Path, draw: random.Random, seconds: float, operations: int) -> bool:
     """Run and kill somewhere; whether it was killed before it ended."""
     if draw.random() < 0.5 and operations:
-        code, _ = finish(*start(words, folder, draw.randrange(operations)))
+        late = draw.random() < 0.5  # where the new takes the place of the old
+        at = draw.randrange(max(0, operations - LATE), operations) if late else draw.randrange(operations)
+        code, _ = finish(*start(words, folder, at))
         return code == -signal.SIGKILL
     child, read = start(words, folder)
     until = time.monotonic() + draw.uniform(0, seconds)
@@ -180,6 +183,8 @@ def pruned(seed: int, count: int, until: float, found: Counter[str]) -> list[str
     results = {}
     for name, sparsity in (("old", "0.3"), ("new", "0.6")):
         (base / name).mkdir()
+        if name == "new":
+            shutil.copytree(base / "old" / "out", base / "new" / "out")  # so that it is overwritten here too
         seconds, operations = complete(words(base / name / "out", sparsity), base / name / "out")
         results[name] = weights(base / name / "out")
     wrong = []

@@ -413,15 +413,18 @@ class Slot:
         return Outcome(self.mutant, "survived" if code == 0 else "killed", spent, by[1] if by else f"exit {code}")
 
 
-def survey(base: Path, files: list[str]) -> tuple[dict[str, set[tuple[str, int]]], dict[str, float]]:
+def survey(base: Path, files: list[str], jobs: int) -> tuple[dict[str, set[tuple[str, int]]], dict[str, float]]:
     """Which functions each test calls, and how long it takes; the tests must pass as they are."""
-    slot = Slot(base, 99)
-    calls = base / "calls.json"
-    code = wait(in_child(slot.tree, files, slot.log, calls, 60), 1800)
-    if code != 0:
-        raise SystemExit(f"The tests do not pass without mutants ({code}):\n{slot.log.read_text()[-3000:]}")
-    found = json.loads(calls.read_text(encoding="utf-8"))
-    return {name: {(f, n) for f, n in seen} for name, (seen, _) in found.items()}, {n: t for n, (_, t) in found.items()}
+    slots = [(Slot(base, 90 + number), files[number::jobs]) for number in range(jobs) if files[number::jobs]]
+    children = [in_child(slot.tree, mine, slot.log, slot.tree / "calls.json", 60) for slot, mine in slots]
+    called: dict[str, set[tuple[str, int]]] = {}
+    spent: dict[str, float] = {}
+    for (slot, _), child in zip(slots, children, strict=True):
+        if (code := wait(child, 1800)) != 0:
+            raise SystemExit(f"The tests do not pass without mutants ({code}):\n{slot.log.read_text()[-3000:]}")
+        for name, (seen, seconds) in json.loads((slot.tree / "calls.json").read_text(encoding="utf-8")).items():
+            called[name], spent[name] = {(file, line) for file, line in seen}, seconds
+    return called, spent
 
 
 def tests_for(
@@ -502,7 +505,7 @@ def main() -> int:
 
 def campaign(modules: list[str], options: argparse.Namespace, base: Path) -> list[Outcome]:
     files = {m: [f"tests/test_{name}.py" for name in NEAREST[m]] for m in modules}
-    called, spent = survey(base, sorted({file for names in files.values() for file in names}))
+    called, spent = survey(base, sorted({file for names in files.values() for file in names}), options.jobs)
     print(f"{len(called)} tests pass without mutants", file=sys.stderr, flush=True)
     table = tomllib.loads((ROOT / "tools" / "equivalent.toml").read_text(encoding="utf-8"))["mutant"]
     work, outcomes = [], []
