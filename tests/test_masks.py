@@ -30,10 +30,11 @@ def test_a_mask_takes_an_eighth_of_a_byte() -> None:
 
 def test_apply_is_in_place_for_any_dtype_and_stride() -> None:
     mask = torch.tensor([[True, False], [False, True]])
-    for tensor in (torch.ones(2, 2), torch.ones(2, 2).bfloat16(), torch.ones(2, 2).t()):
+    one = torch.ones(2, 2)
+    for tensor in (one.clone(), one.bfloat16(), one.clone().t(), one.double(), one.to(torch.float8_e4m3fn)):
         pointer = tensor.data_ptr()
         apply([tensor], [mask])
-        assert tensor.tolist() == [[1, 0], [0, 1]]
+        assert tensor.float().tolist() == [[1, 0], [0, 1]]
         assert tensor.data_ptr() == pointer
     apply([], [])
 

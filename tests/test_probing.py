@@ -264,7 +264,11 @@ def test_what_cannot_be(settings: dict[str, Any], message: str) -> None:
 
 def test_levels_that_cannot_be() -> None:
     model, batches = classifier()
-    for settings, message in (({"start": 0.0}, "start"), ({"tune": "all"}, "tune is")):
+    for settings, message in (
+        ({"start": 0.0}, "start"),
+        ({"tune": "all"}, "tune is"),
+        ({"order": "sideways"}, "No order"),
+    ):
         with pytest.raises(sc.SecateurError, match=message):
             sc.probe_until(model, batches, lambda _: 0.0, **settings)  # type: ignore[arg-type]
 

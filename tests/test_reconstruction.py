@@ -93,3 +93,8 @@ def test_how_far_damping_goes() -> None:
     assert bool(factor.isfinite().all())
     with pytest.raises(FactError, match="not positive definite"):
         inverse_factor(torch.tensor([[1.0, 5000.0], [5000.0, 1.0]]))
+
+
+def test_an_input_that_was_always_zero_is_damped_by_the_mean() -> None:
+    found = damped(torch.diag(torch.tensor([2.0, 0.0, 4.0])), damping=0.5)
+    assert torch.equal(found, torch.diag(torch.tensor([3.0, 2.0, 5.0])))

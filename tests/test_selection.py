@@ -16,6 +16,7 @@ from torch import Tensor
 
 import secateur as sc
 from secateur import pieces, selection
+from secateur.bits import to_bits
 from secateur.errors import PatternError, ScheduleError, ScoreError
 from secateur.pieces import HIGHEST_KEY, LOWEST_KEY, Piece, keys_of, places_of, value_of
 from secateur.shards import ALONE
@@ -238,3 +239,13 @@ def test_an_empty_alive_mask_of_numpys_is_taken() -> None:
     scores = {"a": torch.zeros(0), "b": torch.arange(4.0)}
     masks = sc.select(scores, 0.5, alive={"a": torch.from_numpy(np.random.default_rng(0).random(0) > 0.5)})
     assert masks["b"].tolist() == [False, False, True, True]
+
+
+def test_a_piece_with_bits_for_a_mask_becomes_one_with_bools() -> None:
+    alive = torch.rand(45) > 0.5
+    packed = Piece("a", 45, 45, lambda where: torch.arange(45.0)[where], torch.device("cpu"), to_bits(alive))
+    plain = packed.unpacked()
+    assert plain.alive is not None
+    assert torch.equal(plain.alive, alive)
+    assert plain.unpacked() is plain
+    assert plain.living() == int(alive.sum())

@@ -55,6 +55,7 @@ NEAREST = {
 }
 ISSUED = ("selection", "pieces", "masks", "bits", "pruner", "saving", "facts", "regrowth", "reconstruction", "probing",
           "veto", "levels")  # fmt: skip
+SLOW = 6.0  # seconds; tests that take longer are left out where quicker ones call the function too
 EXAMPLES = 400  # of a property test at most, so that one mutant takes seconds
 COMPARISONS = {"Lt": "<=", "LtE": "<", "Gt": ">=", "GtE": ">", "Eq": "!=", "NotEq": "==", "Is": "is not",
                "IsNot": "is", "In": "not in", "NotIn": "in"}  # fmt: skip
@@ -435,7 +436,8 @@ def tests_for(
     if mutant.first:
         path = f"{mutant.module}.py"
         mine = [n for n in mine if any(f == path and mutant.first <= at <= mutant.last for f, at in called[n])]
-    return sorted(mine, key=lambda name: spent[name])
+    quick = [name for name in mine if spent[name] < SLOW]
+    return sorted(quick or mine, key=lambda name: spent[name])
 
 
 def preload() -> None:
