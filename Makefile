@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench-select readme clean
+.PHONY: demo test check soak mutants bench-select readme clean
 
 # constraints.txt pins the versions the tests ran with; torch comes first so that nothing pulls another build of it.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -24,6 +24,15 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m secateur.lab.dry recipes
+
+# Long: random cases by the million and SIGKILL at random moments; then the tables of docs/reliability.md.
+soak: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python tools/soak.py
+	$(BIN)/python tools/soak.py --tables
+
+mutants: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py --sample 25 --out benchmarks/results
+	$(BIN)/python tools/soak.py --tables
 
 bench-select: $(VENV)/.ready
 	$(BIN)/secateur bench select

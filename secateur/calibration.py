@@ -23,6 +23,7 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 
 LOGITS = 1 << 25  # that are taken to fp32 at a time: those of a large vocabulary would take more room than the model
 IGNORED = -100  # the target that is none, as torch has it
+AS_MAPPINGS = "Give batches as mappings, {'input_ids': ..., 'labels': ...}, or pass loss=..."
 # What transformers' models are told while they are watched: no keys and values kept for generation, which would take
 # room and make a second run of a block see the first; and experts one after another, so that their inputs are seen.
 WATCHABLE = {"use_cache": False, "_experts_implementation": "eager"}
@@ -75,6 +76,8 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     """The model's output for a batch; no loss, so no labels or targets are needed."""
     if isinstance(batch, Mapping):
         return model(**batch)
+    if isinstance(batch, Tensor) and not batch.is_floating_point():
+        _check_one_side(model)
     return model(batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
 
 
@@ -97,16 +100,21 @@ def real_positions(model: nn.Module, batch: Batch) -> list[Tensor]:
 
 def _next_tokens(model: nn.Module, tokens: Tensor) -> Tensor:
     """Cross entropy of every token given those before it."""
-    hint = "Give batches as mappings, {'input_ids': ..., 'labels': ...}, or pass loss=..."
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise FactError(f"{type(model).__name__} is an encoder-decoder: token ids alone give it no target. {hint}")
+    _check_one_side(model)
     logits = logits_of(model(tokens))
     if logits.ndim != 3 or logits.shape[:2] != tokens.shape:
         raise FactError(
             f"{type(model).__name__} gives {list(logits.shape)} for token ids {list(tokens.shape)}: not a prediction at"
-            f" every place. {hint}"
+            f" every place. {AS_MAPPINGS}"
         )
     return cross_entropy(logits[:, :-1], tokens[:, 1:])
+
+
+def _check_one_side(model: nn.Module) -> None:
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise FactError(
+            f"{type(model).__name__} is an encoder-decoder: token ids alone give it no target. {AS_MAPPINGS}"
+        )
 
 
 def check_ids(model: nn.Module, batches: Iterable[Batch]) -> None:

@@ -59,6 +59,8 @@ def at_most(scores: Tensor, bound: float, out: Tensor, buffer: Tensor) -> Tensor
 
 def _words(flags: Tensor) -> Tensor:
     """A flat bool tensor, eight to an int64."""
+    if not flags.numel():  # one of NumPy's has a stride of 0, which cannot be viewed
+        return torch.empty(0, dtype=torch.int64, device=flags.device)
     if flags.numel() % 8 or flags.storage_offset() % 8:
         flags = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).clone()
     return flags.view(torch.int64)

@@ -220,3 +220,6 @@ def check_mapping(state: Any) -> None:
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         what = f"a {type(state).__name__}" + (" with keys that are no names" if isinstance(state, Mapping) else "")
         raise StateError(f"load_state_dict takes what a Pruner's state_dict() returned; got {what}.")
+    for name, found in state.items():
+        if isinstance(found, Tensor) and (found.is_meta or found.layout != torch.strided):
+            raise StateError(f"Saved {name!r} has no values to read ({found.device}, {found.layout}). Load it anew.")

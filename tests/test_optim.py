@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import secateur as sc
+from secateur.bits import to_bits
 from secateur.errors import StateError
 from tests.conftest import Block, train
 
@@ -93,6 +94,26 @@ def test_masks_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(StateError, match="set_masks takes bool masks in the shape of parameters of this optimizer"):
             optimizer.set_masks({parameter: mask})
+
+
+def test_masks_may_be_flat_bits() -> None:
+    """As a Pruner on a GPU holds them: whole words of 32, and nothing else that is uint8 or flat."""
+    layers = [nn.Linear(7, 5), nn.Linear(7, 5)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    mask = torch.rand(5, 7) < 0.5
+    for layer, held in zip(layers, (mask, to_bits(mask.view(-1))), strict=True):
+        optimizer = sc.optim.AdamW(layer.parameters(), lr=0.1)
+        optimizer.set_masks({layer.weight: held})
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(torch.ones(2, 7)).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(layers[0].weight, layers[1].weight)
+    assert torch.equal(layers[1].weight != 0, mask)
+    odd = [torch.zeros(length, dtype=torch.uint8) for length in (4, 5, 7, 9, 10, 12, 35)]
+    for wrong in (*odd, torch.zeros(5, 7, dtype=torch.uint8), torch.zeros(8), torch.zeros(8, dtype=torch.bool)):
+        with pytest.raises(StateError, match="set_masks takes bool masks"):
+            optimizer.set_masks({layers[1].weight: wrong})
 
 
 def test_a_closure_and_a_grad_scaler_are_served() -> None:

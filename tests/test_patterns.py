@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -231,3 +232,57 @@ def test_another_default_device_changes_nothing() -> None:
 def test_nothing_to_select_from_is_no_error() -> None:
     assert sc.select({}, 0.5) == {}
     assert sc.select({"empty": torch.ones(0, 4)}, 0.5)["empty"].shape == (0, 4)
+
+
+@pytest.mark.parametrize("options", [{"scope": "row", "sparsity": 0.4}, {"pattern": "2:4", "sparsity": None}])
+def test_rows_and_groups_ranked_by_kernels_are_the_same(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Triton's interpreter, which ranks tiles that are one stretch of memory."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    masks = []
+    for kernels_serve in (False, True):
+        if kernels_serve:
+            monkeypatch.delenv("SECATEUR_KERNELS", raising=False)
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(16, 6)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        pruner = sc.Pruner(layer, optimizer, score="magnitude", every=1, only="*", **options)
+        layer(torch.randn(4, 16)).sum().backward()
+        optimizer.step()
+        pruner.step()
+        masks.append(pruner.masks["weight"].clone())
+        assert all(row.cut is None for row in pruner.report().tensors)
+    assert torch.equal(*masks)
+    assert not bool(masks[0].all())
+
+
+def test_rows_in_memory_and_rows_across_it_are_ranked_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels rank what is one stretch of memory; with anything else among the tensors, torch ranks all."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+
+    class Conv1D(torch.nn.Module):  # as in transformers: [inputs, outputs]
+        def __init__(self, inputs: int, outputs: int) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(inputs, outputs))
+
+    masks = []
+    for kernels_serve in (False, True):
+        if kernels_serve:
+            monkeypatch.delenv("SECATEUR_KERNELS", raising=False)
+        model = torch.nn.ModuleDict({"a": torch.nn.Linear(16, 6), "b": Conv1D(16, 6)})
+        with torch.no_grad():
+            model["a"].weight.copy_(torch.linspace(-1, 2, 96).view(6, 16).roll(5, 1))
+            model["b"].weight.copy_(model["a"].weight.t())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        pruner = sc.Pruner(model, optimizer, score="magnitude", sparsity=0.5, every=1, scope="row", only="*")
+        sum(parameter.sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+        pruner.step()
+        masks.append({name: mask.clone() for name, mask in pruner.masks.items()})
+    assert torch.equal(masks[0]["a.weight"], masks[0]["b.weight"].t())
+    assert all(torch.equal(mask, masks[1][name]) for name, mask in masks[0].items())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.calibration import standard_loss
-from secateur.veto import MOST_GROWTH, agrees, growth, tempered
+from secateur.veto import MOST_GROWTH, Probe, agrees, growth, tempered
 from tests.trained import Batches, Tower, classifier, loss_of
 
 
@@ -85,6 +85,24 @@ def test_groups_and_blocks() -> None:
     torch.manual_seed(0)
     report = sc.probe(Tower(), torch.randint(0, 17, (4, 9)), order="reverse", group="block")
     assert 0 < report.sparsity <= 0.5
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "size"])
+def test_blocks_are_probed_one_after_another(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its own layers, and what is outside of all of them last."""
+    probed: list[list[str]] = []
+    plain = Probe.trials
+
+    def watched(self: Probe, numbers: Any, candidates: Any) -> Any:
+        probed.append([self.subject.sites[n].name for n in numbers])
+        return plain(self, numbers, candidates)
+
+    monkeypatch.setattr(Probe, "trials", watched)
+    model = Tower()
+    sc.probe(model, torch.randint(0, 17, (4, 9)), order=order, group="block", only=["blocks.*", "lm_head*"])
+    blocks = [[f"blocks.{n}.up.weight", f"blocks.{n}.down.weight"] for n in range(3)]
+    expected = [*blocks, ["lm_head.weight"]]  # blocks are the larger ones here
+    assert probed == (expected[::-1] if order == "reverse" else expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -228,6 +246,9 @@ def test_a_plateau_ends_the_search() -> None:
     [
         ({"order": "random"}, "No order 'random'"),
         ({"group": 0}, "group is a number of layers"),
+        ({"group": True}, "group is a number of layers"),
+        ({"group": 1.5}, "group is a number of layers"),
+        ({"group": "2"}, "group is a number of layers"),
         ({"shrink": 1.0}, "shrink must be in"),
         ({"tolerance": -0.1}, "tolerance must be at least 0"),
         ({"exact": True, "tolerance": 0.1}, "knows no tolerance"),
@@ -243,7 +264,11 @@ def test_what_cannot_be(settings: dict[str, Any], message: str) -> None:
 
 def test_levels_that_cannot_be() -> None:
     model, batches = classifier()
-    for settings, message in (({"start": 0.0}, "start"), ({"tune": "all"}, "tune is")):
+    for settings, message in (
+        ({"start": 0.0}, "start"),
+        ({"tune": "all"}, "tune is"),
+        ({"order": "sideways"}, "No order"),
+    ):
         with pytest.raises(sc.SecateurError, match=message):
             sc.probe_until(model, batches, lambda _: 0.0, **settings)  # type: ignore[arg-type]
 
@@ -255,3 +280,33 @@ def test_other_tolerances_know_what_was_gone_before() -> None:
     report = sc.probe(model, batches, tolerances=(0.0,), only="*")
     row = next(name for name, _ in report.found if "tolerance 0, sparsity" in name)
     assert row.endswith(f"{report.sparsity:.4f}")
+
+
+def levels_tried(monkeypatch: pytest.MonkeyPatch, qualities: list[float], **settings: Any) -> list[tuple[float, float]]:
+    """Level and tolerance of every probe of a search, when quality is this at each look."""
+    tried: list[tuple[float, float]] = []
+    plain = Probe.level
+
+    def watched(self: Probe, sparsity: float, tolerance: float, *more: Any, **named: Any) -> Any:
+        tried.append((round(sparsity, 6), tolerance))
+        return plain(self, sparsity, tolerance, *more, **named)
+
+    monkeypatch.setattr(Probe, "level", watched)
+    model, batches = classifier()
+    found = iter([*qualities, *[0.0] * 20])
+    sc.probe_until(model, batches, lambda _: next(found), tolerance=8.0, start=0.2, step=0.1, **settings)
+    return tried
+
+
+def test_a_search_gives_up_when_no_tolerance_at_all_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = levels_tried(monkeypatch, [9, 9, 0, 0], max_drop=1.0, tune=True, order="reverse")
+    assert tried == [(0.2, 8.0), (0.3, 8.0), (0.3, 0.0)]
+
+
+def test_tuning_both_repeats_the_level_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = levels_tried(monkeypatch, [9, 9, 9, 0, 0], max_drop=1.0, tune="both")
+    assert tried == [(0.2, 8.0), (0.3, 8.0), (0.4, 8.0), (0.3, 0.0), (0.4, 0.0)]
+
+
+def test_a_drop_of_nothing_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert levels_tried(monkeypatch, [9, 9, 8.999, 0], max_drop=0.0, tune=False) == [(0.2, 8.0), (0.3, 8.0)]

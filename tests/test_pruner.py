@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.errors import PatternError, ScheduleError, StateError
+from secateur.registry import resolve
 from tests.conftest import Block, train
 
 
@@ -517,3 +518,24 @@ def test_loaded_groups_are_read_anew(block: Block) -> None:
     state["param_groups"][0]["betas"] = (0.9, 0.9)
     optimizer.load_state_dict(state)
     assert not torch.equal(pruner.pieces()[0].score(slice(0, 9)), before)
+
+
+def test_a_score_by_place_reads_places_in_the_whole_model(block: Block) -> None:
+    """The index goes on from tensor to tensor, in whatever parts a tensor is read."""
+    optimizer = torch.optim.AdamW(block.parameters())
+    up, down = sc.Pruner(block, optimizer, score="random", sparsity=0.5).pieces()
+    expected = resolve("random")(index=torch.arange(up.numel + down.numel))
+    assert torch.equal(torch.cat([up.score(slice(0, up.numel)), down.score(slice(0, down.numel))]), expected)
+    places = torch.tensor([5, 1000, 17])
+    assert torch.equal(down.score(places), expected[up.numel + places])
+    assert torch.equal(down.score(slice(7, 9)), expected[up.numel + 7 : up.numel + 9])
+
+
+def test_kernels_are_told_the_formula(block: Block) -> None:
+    """A piece names its score and its facts, so that a kernel can evaluate them itself."""
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, score="magnitude", sparsity=0.5)
+    for piece in pruner.pieces():
+        assert piece.source is not None
+        assert piece.source[0] is pruner.score
+        assert not piece.replicated

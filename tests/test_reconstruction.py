@@ -142,3 +142,17 @@ def test_of_silent_inputs_the_smallest_weights_go_first() -> None:
     product = torch.diag(torch.where(silent, 0.0, 1.0))
     _, mask = sweep(weight, inverse_factor(product)[0], cheapest(0.375, 8), silent=silent)
     assert mask.tolist() == [[True, True, False, True], [False, True, False, True]]
+
+
+def test_how_far_damping_goes() -> None:
+    """From a hundredth of the mean, ten times as much each time, to a thousand times the mean."""
+    factor, damping = inverse_factor(torch.tensor([[1.0, 500.0], [500.0, 1.0]]))
+    assert damping == pytest.approx(1000)
+    assert bool(factor.isfinite().all())
+    with pytest.raises(FactError, match="not positive definite"):
+        inverse_factor(torch.tensor([[1.0, 5000.0], [5000.0, 1.0]]))
+
+
+def test_an_input_that_was_always_zero_is_damped_by_the_mean() -> None:
+    found = damped(torch.diag(torch.tensor([2.0, 0.0, 4.0])), damping=0.5)
+    assert torch.equal(found, torch.diag(torch.tensor([3.5, 3.0, 5.5])))  # of inputs that are not always zero

@@ -328,3 +328,16 @@ def test_settings_go_through_distributed_checkpoints(block: Block, tmp_path: Pat
     dcp.load(state, checkpoint_id=tmp_path / "old", planner=planner, no_dist=True)
     pruner.load_state_dict(state["pruner"])
     assert pruner.sparsity == 0.5
+
+
+def test_facts_and_marks_of_rows_are_saved_and_come_back(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, score="movement", sparsity=0.5, every=1)
+    train(block, optimizer, 3, pruner.step)
+    state = pruner.state_dict()
+    assert bool((state["movement_sum.up.weight"] != 0).any())
+    assert len(state["rows.up.weight"].unique()) > 48  # of 64 rows: those of another process would show
+    other = sc.Pruner(block, torch.optim.AdamW(block.parameters()), score="movement", sparsity=0.5, every=1)
+    other.load_state_dict(state)
+    again = other.state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in state.items())

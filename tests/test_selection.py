@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +16,7 @@ from torch import Tensor
 
 import secateur as sc
 from secateur import pieces, selection
+from secateur.bits import to_bits
 from secateur.errors import PatternError, ScheduleError, ScoreError
 from secateur.pieces import HIGHEST_KEY, LOWEST_KEY, Piece, keys_of, places_of, value_of
 from secateur.shards import ALONE
@@ -220,3 +224,28 @@ def test_sampled_cut_is_close_but_not_exact() -> None:
         gone = sum(int((tensor <= cut).sum()) for tensor in scores.values())
         assert abs(gone / total - 0.5) < 0.03
         assert gone != total // 2
+
+
+def test_a_replicated_piece_is_counted_by_the_first_process_alone() -> None:
+    piece = Piece("a", 1, 1, lambda where: torch.ones(1), torch.device("cpu"), replicated=True)
+    peers: list[Any] = [SimpleNamespace(rank=rank) for rank in range(3)]
+    assert [piece.counted(one) for one in peers] == [True, False, False]
+    sharded = Piece("a", 1, 1, lambda where: torch.ones(1), torch.device("cpu"))
+    assert all(sharded.counted(one) for one in peers)
+
+
+def test_an_empty_alive_mask_of_numpys_is_taken() -> None:
+    """NumPy gives an empty array a stride of zero."""
+    scores = {"a": torch.zeros(0), "b": torch.arange(4.0)}
+    masks = sc.select(scores, 0.5, alive={"a": torch.from_numpy(np.random.default_rng(0).random(0) > 0.5)})
+    assert masks["b"].tolist() == [False, False, True, True]
+
+
+def test_a_piece_with_bits_for_a_mask_becomes_one_with_bools() -> None:
+    alive = torch.rand(45) > 0.5
+    packed = Piece("a", 45, 45, lambda where: torch.arange(45.0)[where], torch.device("cpu"), to_bits(alive))
+    plain = packed.unpacked()
+    assert plain.alive is not None
+    assert torch.equal(plain.alive, alive)
+    assert plain.unpacked() is plain
+    assert plain.living() == int(alive.sum())

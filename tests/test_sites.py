@@ -198,6 +198,13 @@ def test_heads_and_routers_by_the_company_they_keep() -> None:
     assert found["mixture.gate.weight"] == found["mixture.attention.in_proj_weight"] == "site"
 
 
+def test_a_gate_with_more_than_a_quarter_as_many_outputs_is_no_router() -> None:
+    found = reasons(nn.ModuleDict({"a": nn.ModuleDict({"gate": nn.Linear(7, 2)}), "b": nn.Linear(4, 4)}))
+    assert found["a.gate.weight"] == "site"
+    found = reasons(nn.ModuleDict({"a": nn.ModuleDict({"gate": nn.Linear(8, 2)}), "b": nn.Linear(4, 4)}))
+    assert found["a.gate.weight"] == "router (only=... prunes it)"
+
+
 def test_names_of_containers_and_of_wrapped_parts() -> None:
     model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend="eager"))})
     model["shared"] = model["encoder"][0]
@@ -430,10 +437,10 @@ def test_rows_of_a_transposed_convolution_are_its_outputs() -> None:
     groups, draw = 2, torch.randn(8, 3, 5)  # 8 inputs in two groups, 6 outputs
     turned = nn.ConvTranspose1d(8, 6, 5, groups=groups)
     plain = nn.Conv1d(8, 6, 5, groups=groups)
-    with torch.no_grad():
-        turned.weight.copy_(draw)
-        plain.weight.copy_(draw.unflatten(0, (groups, 4)).transpose(1, 2).reshape(6, 4, 5))
     for settings in ({"scope": "row", "sparsity": 0.4}, {"pattern": "2:4", "sparsity": None}):
+        with torch.no_grad():
+            turned.weight.copy_(draw)
+            plain.weight.copy_(draw.unflatten(0, (groups, 4)).transpose(1, 2).reshape(6, 4, 5))
         masks = []
         for layer in (turned, plain):
             optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
