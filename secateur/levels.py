@@ -70,8 +70,9 @@ def probe_until(
     )
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     search = _Search(work, Wardrobe(subject), evaluate, max_drop, tune, refresh)
-    search.run(start, step, tolerance)
-    found = [*search.history, alone(work, search.wardrobe, "", evaluate, refresh)]
+    with search.wardrobe.undone_on_error():
+        search.run(start, step, tolerance)
+        found = [*search.history, alone(work, search.wardrobe, "", evaluate, refresh)]
     how = f"{order} probes from {start:g} by {step:g}, shrink {shrink:g}, tolerance {tolerance:g}"
     return subject.outcome(score=str(chosen), schedule=how, scope=scope, asked=search.asked, found=tuple(found))
 

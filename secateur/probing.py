@@ -64,6 +64,15 @@ class Wardrobe:
         finally:
             self.put_on(self._subject.held.masks)
 
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Any exception inside, Ctrl-C among them, leaves the dense weights in place."""
+        try:
+            yield
+        except BaseException:
+            self.put_on(None)
+            raise
+
 
 def alone(work: Probe, wardrobe: Wardrobe, what: str, metric: Metric, anew: bool = False) -> tuple[str, float]:
     """The score without the veto at the sparsity that was achieved with it: what it is named, and its figure. `anew`
@@ -115,6 +124,7 @@ def probe(
     unless `refresh`. With `exact`, more candidates are tried, and those whose gradients grew least go until the asked
     sparsity is met. The report sets the score alone beside it, at the sparsity that was achieved, by `evaluate(model)`
     or else by the loss over the batches; `tolerances` are tried on the gradients of a joint probe and reported too.
+    Any error, and Ctrl-C, leaves the model as it was, to the bit.
     """
     check_probe(order, group, shrink, tolerance, exact)
     chosen, shape = resolve(score), parse_pattern(pattern)
@@ -152,18 +162,19 @@ def _judged(
     metric = evaluate or (lambda _: mean_loss(subject))
     what = "" if evaluate else "loss on the first batches, "
     wardrobe = Wardrobe(subject)
-    found = [(f"{what}before", float(metric(subject.model)))]
-    began = time.perf_counter()
-    trials = work.level(pool, tolerance, refresh, exactly)
-    subject.record(pool, time.perf_counter() - began)
-    found.append((f"{what}after", float(metric(subject.model))))
-    found.append(alone(work, wardrobe, what, metric, refresh))
-    for other in tolerances:
-        worn = [work.without(trial, other) for trial in trials]
-        with wardrobe.wearing(worn):
-            gone = share_gone(worn, subject)
-            found.append((f"{what}tolerance {other:g}, sparsity {gone:.4f}", float(metric(subject.model))))
-    return found
+    with wardrobe.undone_on_error():
+        found = [(f"{what}before", float(metric(subject.model)))]
+        began = time.perf_counter()
+        trials = work.level(pool, tolerance, refresh, exactly)
+        subject.record(pool, time.perf_counter() - began)
+        found.append((f"{what}after", float(metric(subject.model))))
+        found.append(alone(work, wardrobe, what, metric, refresh))
+        for other in tolerances:
+            worn = [work.without(trial, other) for trial in trials]
+            with wardrobe.wearing(worn):
+                gone = share_gone(worn, subject)
+                found.append((f"{what}tolerance {other:g}, sparsity {gone:.4f}", float(metric(subject.model))))
+        return found
 
 
 def check_probe(order: str, group: int | str, shrink: float, tolerance: float, exact: bool) -> None:

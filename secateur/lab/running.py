@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from secateur.bench.record import commit, hardware, versions
-from secateur.errors import SecateurError
-from secateur.folder import appearing
+from secateur.errors import SaveError
+from secateur.files import appearing
 from secateur.lab.data import Tokens
 from secateur.lab.looking import Monitor
 from secateur.lab.runfolder import BEST, RunFolder
@@ -27,7 +27,10 @@ def run(trainer: Trainer, folder: RunFolder, tell: Tell = lambda *_: None) -> di
     """Train to the end, or until the time is up; continue from a checkpoint if there is one. The summary."""
     with folder.held() if trainer.accelerator.is_main_process else nullcontext():
         trainer.accelerator.wait_for_everyone()  # until the folder is in order
-        return _run(trainer, folder, tell)
+        try:
+            return _run(trainer, folder, tell)
+        except SaveError as error:
+            raise SaveError(f"{error} Free some space: the same command goes on from the last checkpoint.") from error
 
 
 def _run(trainer: Trainer, folder: RunFolder, tell: Tell) -> dict[str, Any]:
@@ -35,11 +38,9 @@ def _run(trainer: Trainer, folder: RunFolder, tell: Tell) -> dict[str, Any]:
     if how.tracker:
         trainer.accelerator.init_trackers("secateur", config={k: str(v) for k, v in asdict(wanted).items()})
     if folder.checkpoint is not None:
-        trainer.accelerator.load_state(str(folder.checkpoint))
-        if progress.processes != trainer.accelerator.num_processes:
-            raise SecateurError(f"{folder.path} was begun by {progress.processes} processes: go on with as many.")
+        trainer.load(folder.checkpoint)
     if trainer.accelerator.is_main_process:
-        folder.rewind(progress.step)
+        folder.rewind(progress.noted)
     with Monitor(trainer.accelerator.device) as monitor:
         found = _train(trainer, folder, tell)
     summary = summarise(trainer, found) | {"gpu": monitor.means()}
@@ -84,9 +85,10 @@ def _over(trainer: Trainer) -> bool:
 
 
 def _note(trainer: Trainer, folder: RunFolder, numbers: dict[str, float]) -> None:
+    progress = trainer.progress
+    progress.noted += 1
     if not trainer.accelerator.is_main_process:
         return
-    progress = trainer.progress
     folder.note(
         {"step": progress.step, "seconds": round(progress.seconds, 3), "seen": trainer.seen, **numbers,
          "sparsity": trainer.sparsity}
