@@ -70,11 +70,9 @@ def appearing(folder: Path) -> Iterator[Path]:
 def claimed(path: Path) -> Iterator[None]:
     """Inside, no other process writes this file or folder; what killed ones left of it is cleared away first."""
     path = Path(os.path.realpath(path))
+    _check_writable(path.parent)
     missing = [folder for folder in path.parents if not folder.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SaveError(f"{path} cannot be written ({_reason(error)}). Name another place.") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
     busy = f"Another process is writing {path}. Wait for it to end, or name another place."
     try:
         with locked(path.with_name(f".{path.name}.lock"), busy):

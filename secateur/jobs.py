@@ -121,9 +121,9 @@ def run_probe(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, work: Callable[[Any, list[Tensor]], Outcome]) -> int:
     """Check and claim the folder, then do the work: nothing long is done for a folder that cannot be written."""
     folder = options.out or Path(f"pruned-{Path(options.model).name}")
-    check_folder(folder)
     with claimed(folder):
         check_free(folder, options.overwrite)
+        check_folder(folder)
         return _run_in(folder, options, work)
 
 

@@ -73,8 +73,8 @@ def probe_until(
     with search.wardrobe.undone_on_error():
         search.run(start, step, tolerance)
         found = [*search.history, alone(work, search.wardrobe, "", evaluate, refresh)]
-    how = f"{order} probes from {start:g} by {step:g}, shrink {shrink:g}, tolerance {tolerance:g}"
-    return subject.outcome(score=str(chosen), schedule=how, scope=scope, asked=search.asked, found=tuple(found))
+        how = f"{order} probes from {start:g} by {step:g}, shrink {shrink:g}, tolerance {tolerance:g}"
+        return subject.outcome(score=str(chosen), schedule=how, scope=scope, asked=search.asked, found=tuple(found))
 
 
 @dataclass

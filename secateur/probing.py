@@ -141,15 +141,18 @@ def probe(
     )
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     pool = min(0.999, EXACT_POOL * wanted) if exact else wanted
-    found = _judged(work, evaluate, tolerances, refresh, pool, tolerance, wanted if exact else None)
-    return subject.outcome(
-        score=str(chosen), schedule=f"{order} probe, shrink {shrink:g}, tolerance {tolerance:g}", scope=scope,
-        pattern=pattern, allocation=allocation, asked=wanted, found=tuple(found),
-    )  # fmt: skip
+    wardrobe = Wardrobe(subject)
+    with wardrobe.undone_on_error():
+        found = _judged(work, wardrobe, evaluate, tolerances, refresh, pool, tolerance, wanted if exact else None)
+        return subject.outcome(
+            score=str(chosen), schedule=f"{order} probe, shrink {shrink:g}, tolerance {tolerance:g}", scope=scope,
+            pattern=pattern, allocation=allocation, asked=wanted, found=tuple(found),
+        )  # fmt: skip
 
 
 def _judged(
     work: Probe,
+    wardrobe: Wardrobe,
     evaluate: Metric | None,
     tolerances: Sequence[float],
     refresh: bool,
@@ -161,20 +164,18 @@ def _judged(
     subject = work.subject
     metric = evaluate or (lambda _: mean_loss(subject))
     what = "" if evaluate else "loss on the first batches, "
-    wardrobe = Wardrobe(subject)
-    with wardrobe.undone_on_error():
-        found = [(f"{what}before", float(metric(subject.model)))]
-        began = time.perf_counter()
-        trials = work.level(pool, tolerance, refresh, exactly)
-        subject.record(pool, time.perf_counter() - began)
-        found.append((f"{what}after", float(metric(subject.model))))
-        found.append(alone(work, wardrobe, what, metric, refresh))
-        for other in tolerances:
-            worn = [work.without(trial, other) for trial in trials]
-            with wardrobe.wearing(worn):
-                gone = share_gone(worn, subject)
-                found.append((f"{what}tolerance {other:g}, sparsity {gone:.4f}", float(metric(subject.model))))
-        return found
+    found = [(f"{what}before", float(metric(subject.model)))]
+    began = time.perf_counter()
+    trials = work.level(pool, tolerance, refresh, exactly)
+    subject.record(pool, time.perf_counter() - began)
+    found.append((f"{what}after", float(metric(subject.model))))
+    found.append(alone(work, wardrobe, what, metric, refresh))
+    for other in tolerances:
+        worn = [work.without(trial, other) for trial in trials]
+        with wardrobe.wearing(worn):
+            gone = share_gone(worn, subject)
+            found.append((f"{what}tolerance {other:g}, sparsity {gone:.4f}", float(metric(subject.model))))
+    return found
 
 
 def check_probe(order: str, group: int | str, shrink: float, tolerance: float, exact: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import secateur as sc
 from secateur.calibration import standard_loss
 from secateur.veto import agrees, growth
+from tests.interrupts import unharmed
 from tests.trained import Batches, Tower, classifier, loss_of
 
 
@@ -255,3 +257,14 @@ def test_other_tolerances_know_what_was_gone_before() -> None:
     report = sc.probe(model, batches, tolerances=(0.0,), only="*")
     row = next(name for name, _ in report.found if "tolerance 0, sparsity" in name)
     assert row.endswith(f"{report.sparsity:.4f}")
+
+
+@pytest.mark.parametrize("order", ["joint", "reverse"])
+def test_interrupted_anywhere_the_model_is_as_it_was(order: str) -> None:
+    model, batches = classifier()
+    probed = partial(sc.probe, batches=batches, sparsity=0.5, order=order, tolerance=0.5)
+    assert unharmed(model, probed, 15) >= 15
+    searched = partial(
+        sc.probe_until, batches=batches, evaluate=lambda now: -loss_of(now, batches), start=0.3, step=0.3, order=order
+    )
+    assert unharmed(model, searched, 15) >= 15

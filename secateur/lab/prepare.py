@@ -50,9 +50,9 @@ def prepare(
     folder = out.expanduser().absolute()
     if not 0 < held_out < 1:
         raise DataError(f"--held-out is a share between 0 and 1, both left out; got {held_out:g}.")
-    check_folder(folder)
     with claimed(folder):
         check_free(folder, overwrite, "data set", ("meta.json",))
+        check_folder(folder)
         return _prepare(source, folder, tokenizer, held_out)
 
 

@@ -19,6 +19,7 @@ from secateur.lab.rows import measure_of
 from secateur.lab.runs import CONFIG, METRICS, SUMMARY, read_run
 
 CHECKPOINT, BEST, WEIGHTS = "checkpoint", "best", "model.safetensors"
+REPORT, GRADIENT, GPU = "report.json", "gradient.json", "gpu.json"
 LOCK = ".lock"
 ADVICE = "Put back a copy of it, or name another folder with --out."
 
@@ -62,7 +63,7 @@ class RunFolder:
     def held(self) -> Iterator[None]:
         """Inside, no other process trains here. What a killed one left half done is cleared away first."""
         with locked(self.path / LOCK, _busy(self.path)):
-            for name in (CHECKPOINT, BEST, CONFIG, METRICS, SUMMARY, "report.json", "report.html"):
+            for name in (CHECKPOINT, BEST, CONFIG, METRICS, SUMMARY, REPORT, GRADIENT, GPU, "report.html"):
                 clear(self.path / name)
             yield
 
@@ -71,14 +72,20 @@ class RunFolder:
         """Whether there is a summary. If anything of the run is damaged that is an error, and not the end of it."""
         if not (self.path / SUMMARY).exists():
             return False
-        measure_of([read_run(self.path)])
-        for path in self.path.glob("*.json"):
-            read_json(path, object, StateError, ADVICE)
+        run = read_run(self.path)
+        measure_of([run])
+        for name, kind in (REPORT, dict), (GRADIENT, list), (GPU, list):
+            if (self.path / name).exists() or (name == REPORT and run.summary.get("layers")):
+                read_json(self.path / name, kind, StateError, ADVICE)
         if (self.path / BEST).exists():
-            check_tensors(self.path / BEST / WEIGHTS)
+            self.check_best()
         if (self.path / CHECKPOINT).exists():
             check_checkpoint(self.path / CHECKPOINT)
         return True
+
+    def check_best(self) -> None:
+        """Refuse to go on beside best weights that are damaged."""
+        check_tensors(self.path / BEST / WEIGHTS)
 
     @property
     def bytes(self) -> int:
@@ -101,11 +108,12 @@ class RunFolder:
         path = self.path / METRICS
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[:count] if path.exists() else []
-            whole = [isinstance(json.loads(line), dict) for line in lines]
+            found = [json.loads(line) for line in lines]
         except (OSError, ValueError, RecursionError) as error:
             raise StateError(f"{path} is damaged ({error}). {ADVICE}") from error
-        if len(whole) < count or not all(whole):
-            raise StateError(f"{path} is damaged: it has {sum(whole)} of the {count} lines it had. {ADVICE}")
+        whole = [line for line in found if isinstance(line, dict) and type(line.get("step")) is int]
+        if len(whole) < count:
+            raise StateError(f"{path} is damaged: it has {len(whole)} of the {count} lines it had. {ADVICE}")
         write(path, "".join(line + "\n" for line in lines))
 
     def note(self, numbers: Mapping[str, Any]) -> None:
@@ -122,5 +130,5 @@ class RunFolder:
             if numbers:
                 write(self.path / name, json.dumps(numbers) + "\n")
         if report is not None:
-            write(self.path / "report.json", report + "\n")
+            write(self.path / REPORT, report + "\n")
         write(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from secateur.errors import SaveError
 from secateur.files import appearing
 from secateur.lab.data import Tokens
 from secateur.lab.looking import Monitor
-from secateur.lab.runfolder import BEST, RunFolder
+from secateur.lab.runfolder import BEST, GPU, GRADIENT, WEIGHTS, RunFolder
 from secateur.lab.trainer import EXTRA, Trainer
 from secateur.optional import library
 from secateur.sites import plain_name
@@ -39,13 +40,15 @@ def _run(trainer: Trainer, folder: RunFolder, tell: Tell) -> dict[str, Any]:
         trainer.accelerator.init_trackers("secateur", config={k: str(v) for k, v in asdict(wanted).items()})
     if folder.checkpoint is not None:
         trainer.load(folder.checkpoint)
+        if progress.best < math.inf:
+            folder.check_best()
     if trainer.accelerator.is_main_process:
         folder.rewind(progress.noted)
     with Monitor(trainer.accelerator.device) as monitor:
         found = _train(trainer, folder, tell)
     summary = summarise(trainer, found) | {"gpu": monitor.means()}
     if trainer.accelerator.is_main_process and progress.step == wanted.steps_taken:  # or else it is to go on one day
-        looks = {"gradient.json": progress.gradients, "gpu.json": monitor.samples}
+        looks = {GRADIENT: progress.gradients, GPU: monitor.samples}
         folder.finish(summary, trainer.pruner.report().to_json() if trainer.pruner else None, looks)
     trainer.accelerator.end_training()
     return summary
@@ -108,7 +111,7 @@ def _keep_best(trainer: Trainer, folder: RunFolder, loss: float) -> None:
         save_file = library("safetensors.torch", "Saving weights", EXTRA).save_file
         with appearing(folder.path / BEST) as fresh:
             whole = {plain_name(name): tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
-            save_file(whole, str(fresh / "model.safetensors"), {"step": str(trainer.progress.step)})
+            save_file(whole, str(fresh / WEIGHTS), {"step": str(trainer.progress.step)})
 
 
 def summarise(trainer: Trainer, found: dict[str, float]) -> dict[str, Any]:
