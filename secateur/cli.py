@@ -68,8 +68,8 @@ def _benchmark(run: Callable[[argparse.Namespace], int], options: argparse.Names
 
 
 def _demo(options: argparse.Namespace) -> int:
-    check_file(options.out)
     demo = load_demo().demo
+    check_file(options.out)
     with claimed(options.out):
         demo(options.out, options.steps)
     return 0

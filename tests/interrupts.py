@@ -47,7 +47,7 @@ def unharmed(model: nn.Module, work: Callable[[nn.Module], Any], stops: int) -> 
     work(copy.deepcopy(model))  # the first time takes more lines
     before, lines, raised = bits(model), lines_of(lambda: work(copy.deepcopy(model))), 0
     draw = random.Random(0)
-    for stop in [*(draw.randrange(1, lines) for _ in range(stops)), *range(lines - 10, lines)]:
+    for stop in [*(draw.randrange(1, lines) for _ in range(stops)), *range(lines - stops // 2, lines)]:
         mine = copy.deepcopy(model)
         try:
             lines_of(lambda: work(mine), stop)  # noqa: B023

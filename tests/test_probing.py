@@ -263,8 +263,8 @@ def test_other_tolerances_know_what_was_gone_before() -> None:
 def test_interrupted_anywhere_the_model_is_as_it_was(order: str) -> None:
     model, batches = classifier()
     probed = partial(sc.probe, batches=batches, sparsity=0.5, order=order, tolerance=0.5)
-    assert unharmed(model, probed, 15) >= 15
+    assert unharmed(model, probed, 6) >= 6
     searched = partial(
         sc.probe_until, batches=batches, evaluate=lambda now: -loss_of(now, batches), start=0.3, step=0.3, order=order
     )
-    assert unharmed(model, searched, 15) >= 15
+    assert unharmed(model, searched, 6) >= 6

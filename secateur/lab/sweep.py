@@ -16,7 +16,7 @@ from secateur.errors import SecateurError
 from secateur.files import check_folder, check_room
 from secateur.lab.experiment import Experiment
 from secateur.lab.fairness import check_fair, shown
-from secateur.lab.runs import CONFIG
+from secateur.lab.runs import CONFIG, METRICS, SUMMARY
 from secateur.settings import from_mapping, nearest, read_toml
 
 ENGINES = ("local", "ray")
@@ -140,7 +140,8 @@ def one_after_another(cells: list[Cell], work: Callable[[Cell], dict[str, Any]])
 def _check_ours(out: Path) -> None:
     """Refuse a folder that holds something, but no run."""
     inside = list(out.iterdir()) if out.is_dir() else []
-    if inside and not any((one / CONFIG).exists() or (one.is_dir() and not any(one.iterdir())) for one in inside):
+    runs = (any((one / name).exists() for name in (CONFIG, METRICS, SUMMARY)) for one in inside)
+    if inside and not any(runs) and not any(one.is_dir() and not any(one.iterdir()) for one in inside):
         raise SecateurError(f"{out} is there already and holds no runs. Name another folder with --out.")
 
 
