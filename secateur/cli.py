@@ -6,16 +6,18 @@ import argparse
 import importlib
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from secateur.bench import NAMES
 from secateur.bench.demo import load_demo, training_steps
+from secateur.bench.record import results_folder
 from secateur.errors import SecateurError
+from secateur.files import PAGE, check_file, check_folder, claimed
 from secateur.jobs import add_probe, add_prune
 from secateur.lab.commands import add_train
 from secateur.lab.compare import add_compare
-from secateur.lab.files import check_place
 from secateur.lab.prepare import add_data
 from secateur.lab.sweep import add_sweep
 
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.run(options)
         return code
     except (SecateurError, OSError) as error:
-        print(f"secateur: {error}", file=sys.stderr)
+        print(f"secateur: {' '.join(str(error).split())}", file=sys.stderr)  # one line, whatever a library wrote
         return 2
     except KeyboardInterrupt:
         print("secateur: interrupted", file=sys.stderr)
@@ -56,12 +58,20 @@ def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
         layout = argparse.RawDescriptionHelpFormatter
         one = names.add_parser(name, help=summary, description=module.__doc__, formatter_class=layout)
         module.add_options(one)
-        one.set_defaults(run=module.run)
+        one.set_defaults(run=partial(_benchmark, module.run))
+
+
+def _benchmark(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Measure only what can be recorded."""
+    check_folder(options.out or results_folder(), PAGE, replaced=False)
+    return run(options)
 
 
 def _demo(options: argparse.Namespace) -> int:
-    check_place(options.out)
-    load_demo().demo(options.out, options.steps)
+    demo = load_demo().demo
+    check_file(options.out)
+    with claimed(options.out):
+        demo(options.out, options.steps)
     return 0
 
 

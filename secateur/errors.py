@@ -45,6 +45,10 @@ class ModelError(SecateurError):
     """A model that cannot be loaded or saved, or that cannot do what is asked of it."""
 
 
+class SaveError(SecateurError):
+    """Something that cannot be written. What stood there before is untouched, and what was to be saved is in memory."""
+
+
 class TextError(SecateurError):
     """Text that cannot be read, is too short, or serves both to calibrate and to evaluate."""
 

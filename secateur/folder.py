@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +12,12 @@ from torch import Tensor, nn
 
 from secateur.bits import pack, packed_bytes, unpack
 from secateur.errors import DataError, ModelError, StateError
+from secateur.files import appearing
 from secateur.optional import library
 
 EXTRA = '"secateur[hf]"'
 MASKS = "masks.safetensors"
+OTHERS = 16 << 20  # bytes to allow for tokenizer, settings and reports
 
 
 def save(
@@ -59,17 +58,37 @@ def load_masks(folder: str | Path) -> dict[str, Tensor]:
         with files.safe_open(path, framework="pt") as opened:
             shapes = json.loads((opened.metadata() or {})["shapes"])
             packed = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
-    except (files.SafetensorError, KeyError, json.JSONDecodeError) as error:
+    except (files.SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
         raise StateError(f"{path} does not hold masks: {error!r}. Save the model again.") from error
-    wrong = [name for name in packed if name not in shapes or packed[name].numel() != packed_bytes(shapes[name])]
+    if not isinstance(shapes, dict) or not all(map(_is_shape, shapes.values())):
+        raise StateError(f"{path} does not hold masks: its shapes are no lists of sizes. Save the model again.")
+    wrong = [name for name in packed if name not in shapes or not _fits(packed[name], shapes[name])]
     if wrong or shapes.keys() != packed.keys():
         odd = sorted({*wrong, *(shapes.keys() ^ packed.keys())})
         raise StateError(f"{path} does not fit the shapes it names, at {', '.join(odd[:3])}. Save the model again.")
     return {name: unpack(packed[name], shape) for name, shape in shapes.items()}
 
 
-def check_free(folder: Path, overwrite: bool, what: str = "model", sign: str = "config.json") -> None:
-    """Refuse what is no folder, what would be lost unasked, and what was never such a thing, by a file all have."""
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list) and bool(shape) and all(type(size) is int and size >= 0 for size in shape)
+
+
+def _fits(packed: Tensor, shape: Sequence[int]) -> bool:
+    """Whether these are the bits of a mask of this shape."""
+    rows = packed.ndim == 2 and packed.shape[0] == shape[0]
+    return packed.dtype == torch.uint8 and rows and packed.numel() == packed_bytes(shape)
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """About what `save` will write: the weights as they are, a mask of a bit a weight, a tokenizer and reports."""
+    weights = [*model.parameters(), *model.buffers()]
+    return sum(weight.nbytes + weight.numel() // 8 for weight in weights) + OTHERS
+
+
+def check_free(
+    folder: Path, overwrite: bool, what: str = "model", signs: Sequence[str] = ("config.json", "*model*")
+) -> None:
+    """Refuse what is no folder, what would be lost unasked, and what is not such a thing by the files all have."""
     error = ModelError if what == "model" else DataError
     if not folder.exists():
         return
@@ -79,20 +98,8 @@ def check_free(folder: Path, overwrite: bool, what: str = "model", sign: str = "
         return
     if not overwrite:
         raise error(f"{folder} is not empty. Name another folder, or say overwrite=True (--overwrite).")
-    if not (folder / sign).is_file():  # a home folder, say
+    if not all(any(path.is_file() for path in folder.glob(sign)) for sign in signs):  # a home folder, say, or a run's
         raise error(f"{folder} holds something other than a {what} and is not overwritten. Name another folder.")
-
-
-@contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
-    """A folder to write into under another name; it takes its own when whole, and goes when something fails."""
-    partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        _put_in_place(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # there only when something failed
 
 
 def _check_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
@@ -104,18 +111,3 @@ def _check_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
             raise StateError(
                 f"The mask of {name!r} is {mask.dtype} {list(mask.shape)}; it must be torch.bool {list(shapes[name])}."
             )
-
-
-def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename, with what stood there moved aside first and back again should that fail."""
-    if not folder.exists():
-        partial.rename(folder)
-        return
-    aside = partial.with_name(partial.name + ".old")
-    folder.rename(aside)
-    try:
-        partial.rename(folder)
-    except OSError:
-        aside.rename(folder)
-        raise
-    shutil.rmtree(aside)

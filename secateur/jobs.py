@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,8 +18,10 @@ from torch import Tensor
 from secateur import hf
 from secateur.bench.measuring import positive
 from secateur.calibration import check_ids, standard_loss
-from secateur.errors import SecateurError, TextError
+from secateur.errors import SaveError, SecateurError, TextError
 from secateur.ferry import ferry_for
+from secateur.files import check_folder, check_room, claimed
+from secateur.folder import check_free, saved_bytes
 from secateur.page import render
 from secateur.probing import ORDERS, probe
 from secateur.progress import Stages
@@ -115,6 +119,15 @@ def run_probe(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcome]) -> int:
+    """Check and claim the folder, then do the work: nothing long is done for a folder that cannot be written."""
+    folder = options.out or Path(f"pruned-{Path(options.model).name}")
+    with claimed(folder):
+        check_free(folder, options.overwrite)
+        check_folder(folder)
+        return _run_in(folder, options, work)
+
+
+def _run_in(folder: Path, options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcome]) -> int:
     if options.sparsity is not None:
         check_sparsity(options.sparsity)
     if options.eval and not options.eval.startswith(HARNESS):
@@ -122,16 +135,12 @@ def _run(options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcome])
     tasks = options.eval.removeprefix(HARNESS).split(",") if options.eval else []
     device = _device(options)
     options.batch = options.batch or BATCH[torch.device(device).type]
-    folder = options.out or Path(f"pruned-{Path(options.model).name}")
-    if folder.exists() and not folder.is_dir():
-        raise SecateurError(f"--out {folder} is a file; the pruned model needs a folder.")
-    if folder.exists() and any(folder.iterdir()) and not options.overwrite:
-        raise SecateurError(f"{folder} is there already. Name another with --out, or pass --overwrite.")
     dtype = getattr(torch, options.dtype) if options.dtype else None
     stages = Stages(torch.device(device), show=True)
     with stages.stage("load"):
         model, tokenizer = hf.load(options.model, dtype=dtype, device=None if options.stream else device)
     task = hf.task_for(model, tokenizer)
+    check_room(folder, saved_bytes(model))
     calibration, evaluation = _texts(options, tokenizer, torch.device(device).type)
     hf.check_context(model, calibration.shape[1])
     check_ids(model, [calibration])
@@ -151,9 +160,27 @@ def _run(options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcome])
     title = f"{options.model} pruned to {outcome.sparsity:.1%}"
     texts = {"report.md": f"# {title}\n\n{outcome.to_markdown()}\n", "report.json": outcome.to_json() + "\n"}
     texts |= {"report.html": render(title, outcome)}
-    hf.save(model, tokenizer, folder, outcome.masks, texts, overwrite=options.overwrite)
-    print(f"{outcome}\n\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html")
+    print(outcome)  # before it is saved: should that fail, the figures are told
+    _save(model, tokenizer, folder, outcome, texts, options.overwrite)
+    print(f"\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html")
     return 0
+
+
+def _save(
+    model: Any, tokenizer: Any, folder: Path, outcome: Outcome, texts: Mapping[str, str], overwrite: bool
+) -> None:
+    """Save the model; if the folder cannot be written after all, save it among temporary files, and say so."""
+    try:
+        hf.save(model, tokenizer, folder, outcome.masks, texts, overwrite=overwrite)
+        return
+    except SaveError as error:
+        failed = error
+    other = Path(tempfile.gettempdir()) / f"secateur-{uuid.uuid4().hex[:8]}" / folder.name
+    try:
+        hf.save(model, tokenizer, other, outcome.masks, texts)
+    except SaveError as error:
+        raise SaveError(f"{failed} Nothing is saved: {error} Free some space, and run it again.") from error
+    raise SaveError(f"{failed} The pruned model is in {other} instead: move it from there.") from failed
 
 
 def _device(options: argparse.Namespace) -> str:

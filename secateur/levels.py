@@ -72,10 +72,11 @@ def probe_until(
     _, select = selector(scope, None, None, start)
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     search = _Search(work, Wardrobe(subject), evaluate, max_drop, tune, refresh)
-    search.run(start, step, tolerance)
-    found = [*search.history, alone(work, search.wardrobe, "", evaluate, refresh)]
-    how = f"{order} probes from {start:g} by {step:g}, shrink {shrink:g}, tolerance {tolerance:g}"
-    return subject.outcome(score=str(chosen), schedule=how, scope=scope, asked=search.asked, found=tuple(found))
+    with search.wardrobe.undone_on_error():
+        search.run(start, step, tolerance)
+        found = [*search.history, alone(work, search.wardrobe, "", evaluate, refresh)]
+        how = f"{order} probes from {start:g} by {step:g}, shrink {shrink:g}, tolerance {tolerance:g}"
+        return subject.outcome(score=str(chosen), schedule=how, scope=scope, asked=search.asked, found=tuple(found))
 
 
 @dataclass

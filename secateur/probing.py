@@ -65,6 +65,15 @@ class Wardrobe:
         finally:
             self.put_on(self._subject.held.masks)
 
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Any exception inside, Ctrl-C among them, leaves the dense weights in place."""
+        try:
+            yield
+        except BaseException:
+            self.put_on(None)
+            raise
+
 
 def alone(work: Probe, wardrobe: Wardrobe, what: str, metric: Metric, anew: bool = False) -> tuple[str, float]:
     """The score without the veto at the sparsity that was achieved with it: what it is named, and its figure. `anew`
@@ -116,7 +125,7 @@ def probe(
     unless `refresh`. With `exact`, a tenth more candidates are tried, and those whose score times the root of their
     gradient's growth is lowest go until the asked sparsity is met. The report sets the score alone beside it, at the
     sparsity that was achieved, by `evaluate(model)` or else by the loss over the batches; `tolerances` are tried on the
-    gradients of a joint probe and reported too.
+    gradients of a joint probe and reported too. Any error, and Ctrl-C, leaves the model as it was, to the bit.
     """
     check_probe(order, group, shrink, tolerance, exact)
     chosen, shape = resolve(score), parse_pattern(pattern)
@@ -135,15 +144,18 @@ def probe(
     wanted, select = selector(scope, shape, allocation, sparsity)
     work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
     pool = min(0.999, EXACT_POOL * wanted) if exact else wanted
-    found = _judged(work, evaluate, tolerances, refresh, pool, tolerance, wanted if exact else None)
-    return subject.outcome(
-        score=str(chosen), schedule=f"{order} probe, shrink {shrink:g}, tolerance {tolerance:g}", scope=scope,
-        pattern=pattern, allocation=allocation, asked=wanted, found=tuple(found),
-    )  # fmt: skip
+    wardrobe = Wardrobe(subject)
+    with wardrobe.undone_on_error():
+        found = _judged(work, wardrobe, evaluate, tolerances, refresh, pool, tolerance, wanted if exact else None)
+        return subject.outcome(
+            score=str(chosen), schedule=f"{order} probe, shrink {shrink:g}, tolerance {tolerance:g}", scope=scope,
+            pattern=pattern, allocation=allocation, asked=wanted, found=tuple(found),
+        )  # fmt: skip
 
 
 def _judged(
     work: Probe,
+    wardrobe: Wardrobe,
     evaluate: Metric | None,
     tolerances: Sequence[float],
     refresh: bool,
@@ -155,7 +167,6 @@ def _judged(
     subject = work.subject
     metric = evaluate or (lambda _: mean_loss(subject))
     what = "" if evaluate else "loss on the first batches, "
-    wardrobe = Wardrobe(subject)
     found = [(f"{what}before", float(metric(subject.model)))]
     began = time.perf_counter()
     trials = work.level(pool, tolerance, refresh, exactly)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,9 @@ def prune(
     itself, which chooses by its own rule. On a GPU a model in fp32 is measured in bf16 (autocast), unless `loss` is
     given. `memory` ("24GB") limits what the GPU holds in all, weights included. A model on the host is streamed to
     `device` block by block, if that is another. The report has the masks (`report.masks`).
+
+    Any error, and Ctrl-C, leaves the model as it was, to the bit. For that the host keeps the weights that are pruned,
+    or, with `reconstruct` or "sparsegpt", a copy of all prunable weights.
     """
     shape = parse_pattern(pattern)
     _check(rounds, reconstruct, method, scope is None and allocation is None)
@@ -74,11 +77,18 @@ def prune(
     subject = Subject(model, batches, **settings)
     scope = scope_for(chosen, scope, shape, allocation, subject.sites)
     wanted, select = selector(scope, shape, allocation, sparsity)
-    _in_rounds(subject, chosen, select, wanted, rounds, reconstruct)
     how = f"{rounds} round{'s' if rounds > 1 else ''}" + (f", repaired ({reconstruct})" if reconstruct else "")
-    return subject.outcome(
-        score=str(chosen), schedule=how, scope=scope, pattern=pattern, allocation=allocation, asked=wanted
-    )
+    dense = _on_host(subject) if reconstruct else None
+    with subject.undone_on_error(dense):
+        _in_rounds(subject, chosen, select, wanted, rounds, reconstruct, dense or {})
+        return subject.outcome(
+            score=str(chosen), schedule=how, scope=scope, pattern=pattern, allocation=allocation, asked=wanted
+        )
+
+
+def _on_host(subject: Subject) -> dict[str, Tensor]:
+    """A copy of the dense weights on the host."""
+    return {site.name: on_host(site.parameter.detach()) for site in subject.sites}
 
 
 def _check(rounds: int, reconstruct: bool | str, method: str | None, plain: bool) -> None:
@@ -93,10 +103,15 @@ def _check(rounds: int, reconstruct: bool | str, method: str | None, plain: bool
 
 
 def _in_rounds(
-    subject: Subject, score: Score, select: Select, wanted: float, rounds: int, reconstruct: bool | str
+    subject: Subject,
+    score: Score,
+    select: Select,
+    wanted: float,
+    rounds: int,
+    reconstruct: bool | str,
+    dense: Mapping[str, Tensor],
 ) -> None:
     """Measure, select, apply and perhaps repair, so many times."""
-    dense = {site.name: on_host(site.parameter.detach()) for site in subject.sites} if reconstruct else {}
     ramp = cubic(wanted, begin=0, end=rounds)
     for number in range(1, rounds + 1):
         facts = subject.facts(score)
@@ -115,8 +130,9 @@ def _by_sparsegpt(subject: Subject, sparsity: float | None, pattern: Pattern | N
     if pattern is not None and pattern.kept is None:
         raise PatternError(f"{SPARSEGPT!r} knows n:m patterns, not {pattern.text!r}.")
     began = time.perf_counter()
-    masks = sparsegpt(subject, wanted, pattern)
-    masks = [to_bits(mask) for mask in masks] if subject.held.packed else masks
-    subject.take(Selection(masks, [None] * len(masks)), wanted, time.perf_counter() - began)
-    text = None if pattern is None else pattern.text
-    return subject.outcome(score=SPARSEGPT, schedule="1 round", scope="layer", pattern=text, asked=wanted)
+    with subject.undone_on_error(_on_host(subject)):
+        masks = sparsegpt(subject, wanted, pattern)
+        masks = [to_bits(mask) for mask in masks] if subject.held.packed else masks
+        subject.take(Selection(masks, [None] * len(masks)), wanted, time.perf_counter() - began)
+        text = None if pattern is None else pattern.text
+        return subject.outcome(score=SPARSEGPT, schedule="1 round", scope="layer", pattern=text, asked=wanted)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from secateur import kernels
-from secateur.bits import packed_bytes, to_bits
+from secateur.bits import as_bool, packed_bytes, to_bits
 from secateur.calibration import Batch
 from secateur.facts import least_spared, spared_share, target_of
 from secateur.masks import Held, Masks
@@ -29,6 +30,7 @@ class Subject(Observed):
         self._churn = [0] * len(self.sites)
         self.held = Held([site.parameter.detach() for site in self.sites])
         self.reserved = 2 * self.held.nbytes  # new masks beside those that are held
+        self._gone: list[tuple[Tensor, Tensor, Tensor]] | None = None  # weights, where they were pruned, what was there
         self._already_gone()
 
     def _already_gone(self) -> None:
@@ -76,8 +78,38 @@ class Subject(Observed):
         )
         return floors
 
+    @contextmanager
+    def undone_on_error(self, dense: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Any exception inside, Ctrl-C among them, leaves the weights as they were before, to the bit.
+
+        From the `dense` weights by name, where surviving weights change too. Otherwise the host keeps the values that
+        are pruned: as many bytes as the share of the weights that goes, and a bit for each weight and round.
+        """
+        self._gone = [] if dense is None else None
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for site in self.sites if dense is not None else ():
+                    site.parameter.detach().copy_(dense[site.name])  # type: ignore[index]
+                for weight, bits, values in self._gone or ():
+                    weight[as_bool(bits.to(weight.device), weight.shape)] = values.to(weight.device)
+            raise
+        finally:
+            self._gone = None
+
+    @torch.no_grad()
+    def _keep(self, kept: list[tuple[Tensor, Tensor, Tensor]], masks: Sequence[Tensor]) -> None:
+        """Keep the values that go with these flat masks, site by site: all of them as bools would be large."""
+        for site, mask in zip(self.sites, masks, strict=True):
+            weight = site.parameter.detach()
+            going = ~as_bool(mask, weight.shape) & ((weight != 0) | weight.signbit())  # -0.0 becomes 0.0 too
+            kept.append((weight, to_bits(going.reshape(-1)).cpu(), weight[going].cpu()))
+
     def take(self, chosen: Selection, asked: float, seconds: float) -> None:
         """Hold these masks and zero what they say is gone."""
+        if self._gone is not None:
+            self._keep(self._gone, chosen.masks)
         self.held.take(chosen.masks, chosen.kept)
         self._cuts = [None if cut is None else cut.value for cut in chosen.cuts]
         self.apply()

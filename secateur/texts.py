@@ -151,8 +151,11 @@ def token_pieces(tokenizer: Any, text: str) -> Iterator[Tensor]:
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     # Not verbose: longer than the model's context is what we mean it to be.
-    numbers: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return numbers
+    try:
+        numbers: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return numbers
+    except (AttributeError, KeyError, TypeError) as error:  # a setting of the wrong type, found only when it is used
+        raise TextError(f"{type(tokenizer).__name__} cannot read text: {error}. Is its file damaged?") from error
 
 
 def _cut(tokenizer: Any, text: str, near: int) -> tuple[int, int]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from collections import namedtuple
 from pathlib import Path
 
 import numpy
 import pytest
 from scipy import stats
 
+from secateur.cli import main
 from secateur.errors import ComparisonError
 from secateur.lab.figures import layer_means, lines_of, render
 from secateur.lab.runs import read_runs
 from secateur.lab.statistics import Difference, difference, ratio
 from tests.browser import Collector, open_page
+from tests.damage import damage, damages, refused
 from tests.run_folders import LOSSES, command, compared, entries, make_run, make_sweep
 from tests.test_api import run_blocked
 
@@ -161,8 +165,8 @@ def test_runs_are_read_in_the_order_given(tmp_path: Path, capsys: pytest.Capture
             '{"runs": [{"settings": [], "summary": {}, "path": [], "evaluations": [], "folder": "x"}]}',
             "names no whole seed",
         ),
-        ("[]", "no JSON object"),
-        ("\udcff", "is no text"),
+        ("[]", "holds a list; a dict is needed"),
+        ("\udcff", "cannot be read as JSON"),
     ],
 )
 def test_files_that_hold_no_runs(tmp_path: Path, text: str, said: str) -> None:
@@ -238,3 +242,53 @@ def test_it_says_what_it_needs(tmp_path: Path, missing: str, what: str) -> None:
     done = run_blocked(f"from secateur.cli import main; sys.exit(main({words!r}))", [missing])
     assert done.returncode == 2
     assert done.stderr.strip() == f"secateur: {what} needs {missing}: pip install 'secateur[lab]'."
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "summary.json"])
+def test_a_damaged_run_is_named_in_a_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_sweep(tmp_path / "whole", LOSSES)
+    for how, content in damages(tmp_path / "whole" / "random-1" / name).items():
+        if (name, how) in {("summary.json", "missing"), ("config.json", "huge"), ("config.json", "negative")}:
+            continue  # an unfinished run; other settings
+        shutil.copytree(tmp_path / "whole", tmp_path / how)
+        damage(tmp_path / how / "random-1" / name, how, content)
+        assert "random-1" in refused(capsys, main(["compare", str(tmp_path / how)]))
+
+
+def test_a_damaged_file_of_numbers_is_named_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "numbers.json"
+    assert command(capsys, make_sweep(tmp_path / "runs", LOSSES), "--json", file)[0] == 0
+    for how, content in damages(file).items():
+        if how in ("texts", "huge", "not a number", "negative"):  # which has no numbers of its own
+            continue
+        shutil.copy(file, tmp_path / "copy.json")
+        damage(tmp_path / "copy.json", how, content)
+        assert "copy.json" in refused(capsys, main(["compare", str(tmp_path / "copy.json")]))
+        shutil.rmtree(tmp_path / "copy.json") if how == "a folder" else (tmp_path / "copy.json").unlink(missing_ok=True)
+    plain = json.loads(file.read_text())
+    for key, value in {"axes": 3, "baseline": ["a"], "runs": {"a": 1}}.items():
+        (tmp_path / "copy.json").write_text(json.dumps({**plain, key: value}))
+        assert "copy.json" in refused(capsys, main(["compare", str(tmp_path / "copy.json")]))
+
+
+def test_pages_and_records_have_a_place_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secateur.lab.demo.demo", lambda *_: pytest.fail("the demo ran"))
+    monkeypatch.setattr("secateur.lab.compare.read_runs", lambda *_: pytest.fail("runs were read"))
+    (tmp_path / "file").write_text("mine")
+    for words in (["demo"], ["compare", str(tmp_path)], ["bench", "demo"]):
+        said = refused(capsys, main([*words, "--out", str(tmp_path / "file" / "out")]))
+        assert str(tmp_path / "file") in said
+    for words in (["demo"], ["compare", str(tmp_path)]):
+        assert "is no file" in refused(capsys, main([*words, "--out", str(tmp_path)]))
+    assert "is a file" in refused(capsys, main(["bench", "demo", "--out", str(tmp_path / "file")]))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 100_000))
+    for words in (
+        ["demo", "--out", "page.html"],
+        ["compare", ".", "--json", "a.json"],
+        ["bench", "demo", "--out", "a"],
+    ):
+        monkeypatch.chdir(tmp_path)
+        assert "and the disk has 0 MB left" in refused(capsys, main(words))

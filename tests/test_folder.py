@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from secateur import files as files_module
 from secateur import hf
-from secateur.errors import ModelError, StateError
+from secateur.errors import ModelError, SaveError, SecateurError, StateError
 from tests import tiny
+from tests.damage import damage, damages, small_disk
 
 files = pytest.importorskip("safetensors.torch", reason="folders need safetensors, which is not installed")
 
@@ -77,7 +83,7 @@ def test_what_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(OSError, match="disk is full"):
+    with pytest.raises(SaveError, match="disk is full. and is as it was"):
         hf.save(model, None, folder, {}, {}, overwrite=True)
     assert (folder / "old.md").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -108,3 +114,113 @@ def test_masks_that_cannot_be_read(tmp_path: Path) -> None:
         files.save_file(packed, path, metadata={"shapes": json.dumps(shapes)})
         with pytest.raises(StateError, match="does not fit the shapes it names, at [ab]"):
             hf.load_masks(tmp_path)
+    for shapes in ([1], None, {"a": "4, 16"}, {"a": [4, "16"]}, {"a": [-4, -16]}, {"a": []}, {"a": [[4], 16]}):
+        files.save_file(packed, path, metadata={"shapes": json.dumps(shapes)})
+        with pytest.raises(StateError, match="its shapes are no lists of sizes"):
+            hf.load_masks(tmp_path)
+    files.save_file({"a": torch.zeros(4, 2)}, path, metadata={"shapes": '{"a": [4, 16]}'})
+    with pytest.raises(StateError, match="does not fit the shapes it names"):
+        hf.load_masks(tmp_path)
+
+
+def test_damaged_masks_are_refused(tmp_path: Path) -> None:
+    hf.save(tiny.llama(), None, tmp_path / "whole", masks_of(tiny.llama()), {})
+    for how, content in damages(tmp_path / "whole" / "masks.safetensors").items():
+        shutil.copytree(tmp_path / "whole", tmp_path / how)
+        damage(tmp_path / how / "masks.safetensors", how, content)
+        with pytest.raises(StateError, match="masks"):
+            hf.load_masks(tmp_path / how)
+
+
+def test_a_full_disk_leaves_the_old_folder_and_the_model(tmp_path: Path) -> None:
+    model = tiny.llama()
+    masks = masks_of(model)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    with small_disk(tmp_path / "disk", (size // 4096 + 8) * 4096) as disk:
+        hf.save(model, None, disk / "model", {}, {"old.md": "old"})
+        before = {path.name: path.read_bytes() for path in (disk / "model").iterdir()}
+        with pytest.raises(SaveError, match="model could not be written .*No space left.* and is as it was."):
+            hf.save(model, None, disk / "model", masks, {}, overwrite=True)
+        assert {path.name: path.read_bytes() for path in (disk / "model").iterdir()} == before
+        assert [path.name for path in disk.iterdir()] == ["model"]
+    hf.save(model, None, tmp_path / "elsewhere", masks, {})  # nothing was lost
+    assert all(torch.equal(mask, masks[name]) for name, mask in hf.load_masks(tmp_path / "elsewhere").items())
+
+
+def test_a_file_that_grows_too_large_is_never_seen(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource", reason="this system limits no file sizes")
+    files_module.write(tmp_path / "a.json", "old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(SaveError, match="a.json cannot be written .*What was there before is untouched."):
+            files_module.write(tmp_path / "a.json", "new" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.json", "old")]
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from secateur.files import appearing
+with appearing(Path(sys.argv[1])) as partial:
+    (partial / "half").write_text("half")
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_process_leaves_nothing_for_long_and_a_living_one_is_left_alone(tmp_path: Path) -> None:
+    model, folder = tiny.llama(), tmp_path / "model"
+    for name in (".model.notes", ".models.0123abcd", ".model.0123abcg"):  # not ours
+        (tmp_path / name).mkdir()
+    theirs = {path.name for path in tmp_path.iterdir()}
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"writing\n"
+        with pytest.raises(SecateurError, match="Another process is writing .*model. Wait for it"):
+            hf.save(model, None, folder, {}, {})
+        (partial,) = [path for path in tmp_path.iterdir() if (path / "half").exists()]
+        process.kill()
+    assert partial.exists()
+    hf.save(model, None, folder, {}, {})
+    assert {path.name for path in tmp_path.iterdir()} == theirs | {"model"}
+
+
+def test_what_was_moved_aside_is_put_back(tmp_path: Path) -> None:
+    """Killed between the two renames of an overwrite: the old folder is there again, and is not overwritten unasked."""
+    model, folder = tiny.llama(), tmp_path / "model"
+    hf.save(model, None, folder, {}, {"old.md": "old"})
+    folder.rename(tmp_path / ".model.0123abcd.old")
+    (tmp_path / ".model.0123abcd").mkdir()
+    with files_module.claimed(folder):
+        assert (folder / "old.md").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_stale_text_files_are_swept_and_fresh_ones_left(tmp_path: Path) -> None:
+    stale, fresh = tmp_path / ".a.json.0123abcd.tmp", tmp_path / ".a.json.4567abcd.tmp"
+    for path in (stale, fresh):
+        path.write_text("half")
+    os.utime(stale, (0, 0))
+    files_module.write(tmp_path / "a.json", "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json", fresh.name}
+
+
+def test_a_link_keeps_its_place(tmp_path: Path) -> None:
+    model = tiny.llama()
+    hf.save(model, None, tmp_path / "real", {}, {"old.md": "old"})
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    hf.save(model, None, tmp_path / "link", {}, {"new.md": "new"}, overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "new.md").exists()
+    assert not (tmp_path / "real" / "old.md").exists()
+
+
+def test_a_run_is_no_model_to_overwrite(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for name in ("config.json", "metrics.jsonl", "summary.json"):
+        (tmp_path / "run" / name).write_text("{}")
+    with pytest.raises(ModelError, match="holds something other than a model"):
+        hf.save(tiny.llama(), None, tmp_path / "run", {}, {}, overwrite=True)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import tempfile
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ import transformers
 
 from secateur import hf
 from tests import tiny
+from tests.damage import damage, damages, hostile_pickle, refused, small_disk
 
 
 @pytest.fixture
@@ -92,7 +97,7 @@ def test_two_texts_must_share_nothing(folder: Path, capsys: pytest.CaptureFixtur
         (("--recipe", "wandda"), "Did you mean 'wanda'?"),
         (("--recipe", "nowhere.toml"), "Cannot read nowhere.toml: No such file"),
         (("--eval", "mmlu"), "Write lm-eval:TASK"),
-        (("--out", "."), "is there already"),
+        (("--out", "."), "is not empty"),
         (("--context", "4000"), "are needed. Give a longer text"),
     ],
 )
@@ -243,3 +248,108 @@ def test_whatever_goes_wrong_in_a_model_is_said_in_one_line(
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("secateur: LlamaForCausalLM cannot read windows of text: ")
     assert "bbox is missing" in last
+
+
+def never_loaded(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the model was loaded for a folder that cannot be written")
+
+
+@pytest.mark.parametrize("verb", ["prune", "probe"])
+def test_a_folder_that_cannot_be_is_refused_before_the_work(
+    verb: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "load", never_loaded)
+    (folder / "mine").mkdir()
+    (folder / "mine" / "thesis.txt").write_text("years of work")
+    for out, more, said in (
+        ("one.txt/out", [], "Nothing can be written in"),
+        ("one.txt", ["--overwrite"], "is a file; a model is saved as a folder"),
+        ("mine", ["--overwrite"], "holds something other than a model and is not overwritten"),
+        ("/proc/1/out", [], "Nothing can be written in /proc/1"),
+    ):
+        assert said in refused(capsys, run(folder, verb, "--out", out, *more))
+    assert (folder / "mine" / "thesis.txt").read_text() == "years of work"
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_too_little_room_is_said_before_the_work(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 1_000_000))
+    monkeypatch.setattr("secateur.jobs._texts", never_loaded)
+    said = refused(capsys, run(folder, "prune", "--out", "new/out"))
+    assert "out needs about 17 MB, and the disk has 1 MB left." in said
+    assert not (folder / "new").exists()
+
+
+def test_a_second_job_for_a_folder_is_refused_at_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holds = "import sys, time; from pathlib import Path; from secateur.files import claimed\n"
+    holds += "with claimed(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", holds, str(folder / "out")], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        with monkeypatch.context() as patched:
+            patched.setattr(hf, "load", never_loaded)
+            said = refused(capsys, run(folder, "prune", "--out", str(folder / "out")))
+        assert "Another process is writing" in said
+        for verb in (["data", str(folder / "one.txt"), "--out"], ["demo", "--out"]):
+            assert "Another process is writing" in refused(capsys, main([*verb, str(folder / "out")]))
+        process.kill()
+    assert run(folder, "prune", "--recipe", "wanda", "--out", str(folder / "out")) == 0
+
+
+def test_a_full_disk_costs_a_folder_and_not_the_model(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr("secateur.jobs.check_room", lambda *_: None)  # which would refuse so small a disk before
+    with small_disk(folder / "disk", 16 << 10) as disk:
+        assert run(folder, "prune", "--recipe", "wanda", "--out", str(disk / "out")) == 2
+        shown = capsys.readouterr()
+        assert "perplexity after" in shown.out
+        said = shown.err.splitlines()[-1]
+        assert said.startswith(f"secateur: {disk}/out could not be written (")
+        assert "No space left" in said
+        (saved,) = temporary.glob("secateur-*/out")
+        assert said.endswith(f"and was not made. The pruned model is in {saved} instead: move it from there.")
+        model, _ = hf.load(saved)
+        assert sum(int((~mask).sum()) for mask in hf.load_masks(saved).values()) > 0
+        assert bool((model.get_parameter(next(iter(hf.load_masks(saved)))) == 0).any())
+        assert list(disk.iterdir()) == []
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        assert run(folder, "prune", "--recipe", "wanda", "--out", str(disk / "out")) == 2
+        shown = capsys.readouterr()
+        assert "perplexity after" in shown.out  # the figures are not lost
+        assert "Nothing is saved: " in shown.err.splitlines()[-1]
+        assert list(disk.iterdir()) == []
+
+
+def test_a_damaged_model_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is done to its files: one line, or, where a file says nothing that counts, a model that can be read."""
+    shutil.copytree(folder / "model", folder / "whole")
+    counted = 0
+    for path in sorted((folder / "whole").iterdir()):
+        for how, content in damages(path).items():
+            shutil.rmtree(folder / "model")
+            shutil.copytree(folder / "whole", folder / "model")
+            damage(folder / "model" / path.name, how, content)
+            code = run(folder, "prune", "--recipe", "wanda", "--out", "out", "--overwrite")
+            counted += code == 2
+            if code == 2 or path.name in ("config.json", "model.safetensors"):
+                refused(capsys, code)
+            else:
+                capsys.readouterr()
+                hf.load_masks(folder / "out")
+    assert counted > 30
+
+
+def test_a_models_pickle_is_not_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model" / "model.safetensors").unlink()
+    (folder / "model" / "pytorch_model.bin").write_bytes(hostile_pickle(folder / "harm"))
+    assert "cannot be loaded" in refused(capsys, run(folder, "prune", "--out", "out"))
+    assert not (folder / "harm").exists()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from secateur.cli import main
-from secateur.errors import DataError, SecateurError
+from secateur.errors import DataError, SaveError, SecateurError
 from secateur.lab import prepare as module
 from secateur.lab.data import Tokens, load
 from secateur.lab.prepare import prepare, split_documents
@@ -135,7 +135,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, text: Path, monkey
         raise OSError("disk is full")
 
     monkeypatch.setattr(module, "_write", full)
-    with pytest.raises(OSError, match="disk is full"):
+    with pytest.raises(SaveError, match="disk is full"):
         prepare(str(text), tmp_path / "a")
     assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import secateur as sc
 from secateur.calibration import standard_loss
 from secateur.veto import MOST_GROWTH, Probe, agrees, growth, tempered
+from tests.interrupts import unharmed
 from tests.trained import Batches, Tower, classifier, loss_of
 
 
@@ -310,3 +312,14 @@ def test_tuning_both_repeats_the_level_before(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_drop_of_nothing_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels_tried(monkeypatch, [9, 9, 8.999, 0], max_drop=0.0, tune=False) == [(0.2, 8.0), (0.3, 8.0)]
+
+
+@pytest.mark.parametrize("order", ["joint", "reverse"])
+def test_interrupted_anywhere_the_model_is_as_it_was(order: str) -> None:
+    model, batches = classifier()
+    probed = partial(sc.probe, batches=batches, sparsity=0.5, order=order, tolerance=0.5)
+    assert unharmed(model, probed, 6) >= 6
+    searched = partial(
+        sc.probe_until, batches=batches, evaluate=lambda now: -loss_of(now, batches), start=0.3, step=0.3, order=order
+    )
+    assert unharmed(model, searched, 6) >= 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 
 import secateur as sc
+from secateur import kernels
 from secateur.blocks import find_blocks
 from secateur.calibration import in_bf16, standard_loss
 from secateur.sites import find_sites
 from secateur.subject import Subject
+from tests.interrupts import bits, unharmed
 from tests.trained import Tower, classifier, loss_of
 
 AFTER = [name for name in sc.scores() if name not in ("movement", "displacement")]
@@ -296,3 +299,40 @@ def test_autocast_outside_does_not_remember_old_weights() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=outside):
             found.append(sc.prune(model, batches, rounds=3, loss=None if outside else in_bf16(standard_loss)).masks)
     assert all(torch.equal(found[1][name], mask) for name, mask in found[0].items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"score": "wanda"},
+        {"score": "magnitude", "rounds": 3},
+        {"score": "variance", "rounds": 2, "reconstruct": "every"},
+        {"score": "wanda", "reconstruct": True},
+        {"method": "sparsegpt"},
+    ],
+)
+def test_interrupted_anywhere_the_model_is_as_it_was(settings: dict[str, Any]) -> None:
+    model, batches = classifier()
+    with torch.no_grad():
+        model.get_parameter("2.weight")[0, :3] = torch.tensor([-0.0, 0.0, 1e-45])
+    work = partial(sc.prune, batches=batches, sparsity=0.6, skip="0", **settings)
+    assert unharmed(model, work, 20) >= 20
+    assert work(model).sparsity == pytest.approx(0.6, abs=0.02)
+
+
+def test_an_error_undoes_what_was_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the midst of zeroing the last round: some tensors are zeroed, others not."""
+    model, batches = classifier()
+    before, real, rounds = bits(model), kernels.zero, []
+
+    def failing(weights: list[torch.Tensor], masks: list[torch.Tensor]) -> None:
+        rounds.append(len(weights))
+        real(weights[:1], masks[:1])
+        if len(rounds) == 3:
+            raise RuntimeError("out of memory")
+        real(weights[1:], masks[1:])
+
+    monkeypatch.setattr(kernels, "zero", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sc.prune(model, batches, score="magnitude", sparsity=0.6, rounds=3)
+    assert all(torch.equal(now, then) for now, then in zip(bits(model), before, strict=True))

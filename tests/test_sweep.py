@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 from secateur.cli import main
 from secateur.errors import SecateurError
 from secateur.lab.sweep import cells_of
+from tests.damage import damage, damages, refused
 
 ROOT = Path(__file__).parent.parent
 BASE = """
@@ -161,6 +163,35 @@ def test_killed_and_continued(grid: Path, tmp_path: Path, capsys: pytest.Capture
         )
         assert found["held_out_loss"] == right["held_out_loss"]
         assert found["pruned"] == right["pruned"] == round(0.5 * right["prunable"])
+
+
+def test_a_damaged_cell_is_never_a_finished_one(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["sweep", str(grid), "--cpu", "--part", "1/2", "--out"]
+    assert main([*command, str(tmp_path / "whole")]) == 0
+    capsys.readouterr()
+    cell = "score=magnitude-seed=0"
+    for name in ("summary.json", "metrics.jsonl", "config.json", "checkpoint/optimizer-0.safetensors"):
+        for how, content in damages(tmp_path / "whole" / cell / name).items():
+            if (name, how) == ("summary.json", "missing"):
+                continue
+            copy = tmp_path / "copy"
+            shutil.copytree(tmp_path / "whole", copy)
+            damage(copy / cell / name, how, content)
+            code = main([*command, str(copy)])
+            said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("secateur: ")]
+            assert (code, len(said)) == (2, 2), (name, how, said)  # the first says what it will do
+            assert cell in said[1]
+            shutil.rmtree(copy)
+
+
+def test_a_folder_that_holds_something_else_is_refused(
+    grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("mine")
+    for out, said in (("grid.toml", "is a file"), ("grid.toml/out", "Nothing can be written")):
+        assert said in refused(capsys, main(["sweep", str(grid), "--cpu", "--out", str(tmp_path / out)]))
+    assert "holds no runs" in refused(capsys, main(["sweep", str(grid), "--cpu", "--out", str(tmp_path / "mine")]))
 
 
 def test_on_a_ray_cluster_of_two_nodes(grid: Path, tmp_path: Path) -> None:

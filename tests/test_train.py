@@ -6,9 +6,11 @@ import argparse
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from secateur.lab.experiment import Experiment, read_experiment
 from secateur.lab.runfolder import RunFolder
 from secateur.lab.running import run
 from secateur.lab.trainer import Execution, Trainer
+from tests.damage import damage, damages, hostile_pickle, refused, small_disk
 
 ROOT = Path(__file__).parent.parent
 SMALL = Experiment(
@@ -417,3 +420,146 @@ def test_other_data_is_another_experiment(tmp_path: Path) -> None:
     after = Trainer(experiment, HOW).fingerprint
     with pytest.raises(SecateurError, match=r"other settings \(fingerprint\)"):
         RunFolder(tmp_path / "run", experiment, after)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A folder with a `finished` run and one that was `stopped` after its last checkpoint, and the command for both."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text").write_text("one two three four five " * 400)
+    settings = {"model": "gpt-1x16", "data": f"text:{folder / 'text'}", "steps": 8, "batch": 4, "context": 8}
+    settings |= {"warmup": 2, "every": 2, "evaluate_every": 4, "evaluation": 3, "score": "variance", "sparsity": 0.5}
+    words = ["train", "--cpu", "--tracker=none", "--checkpoint-every=4"]
+    words += [f"--set={key}={value}" for key, value in settings.items()]
+    assert main([*words, "--out", str(folder / "finished")]) == 0
+    shutil.copytree(folder / "finished", folder / "stopped")
+    (folder / "stopped" / "summary.json").unlink()
+    return folder, words
+
+
+RESUMED = ("config.json", "metrics.jsonl", "best/model.safetensors", "checkpoint/state.json")
+TENSORS = tuple(f"checkpoint/{name}-0.safetensors" for name in ("model", "optimizer", "pruner", "random"))
+REPORTS = ("summary.json", "report.json", "gradient.json")
+# What stands for itself: reports that are written again, and those whose numbers nobody reads.
+HARMLESS = {("gradient.json", "missing"), ("gradient.json", "another type"), ("summary.json", "missing")}
+HARMLESS |= {("report.json", how) for how in ("no keys", "texts", "huge", "not a number", "negative")}
+
+
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [("finished", name) for name in (*RESUMED, *TENSORS, *REPORTS)] + [("stopped", name) for name in RESUMED + TENSORS],
+)
+def test_damaged_runs_are_refused_in_a_line_and_never_finished(
+    which: str, name: str, runs: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, words = runs
+    for how, content in damages(folder / which / name).items():
+        if (name, how) in HARMLESS:
+            continue
+        run_folder = tmp_path / how
+        shutil.copytree(folder / which, run_folder)
+        damage(run_folder / name, how, content)
+        said = refused(capsys, main([*words, "--out", str(run_folder)]))
+        assert str(tmp_path) in said
+        assert (run_folder / "summary.json").exists() == (which == "finished")
+
+
+@pytest.mark.parametrize("name", ["custom_checkpoint_0.pkl", "random_states_0.pkl", "optimizer.bin", "scheduler.bin"])
+def test_a_pickle_in_a_checkpoint_is_refused_by_name_and_not_run(
+    name: str, runs: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, words = runs
+    for old in (False, True):  # beside a checkpoint of ours, or in one as earlier versions wrote them
+        run_folder = tmp_path / f"run{old}"
+        shutil.copytree(folder / "stopped", run_folder)
+        if old:
+            shutil.rmtree(run_folder / "checkpoint")
+            (run_folder / "checkpoint").mkdir()
+        (run_folder / "checkpoint" / name).write_bytes(hostile_pickle(tmp_path / "harm"))
+        said = refused(capsys, main([*words, "--out", str(run_folder)]))
+        assert f"checkpoint/{name} is a pickle, which can run code, and is not read." in said
+        assert "to begin again" in said
+        assert not (tmp_path / "harm").exists()
+
+
+def test_a_tensor_file_that_is_a_pickle_is_not_run(
+    runs: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, words = runs
+    for name in TENSORS:
+        run_folder = tmp_path / Path(name).stem
+        shutil.copytree(folder / "stopped", run_folder)
+        (run_folder / name).write_bytes(hostile_pickle(tmp_path / "harm"))
+        assert f"{name} is damaged" in refused(capsys, main([*words, "--out", str(run_folder)]))
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    runs: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, words = runs
+    other = [word.replace("gpt-1x16", "gpt-1x32") for word in words]
+    assert main([*other, "--out", str(tmp_path / "other")]) == 0
+    capsys.readouterr()
+    for name in TENSORS[:3]:
+        run_folder = tmp_path / Path(name).stem
+        shutil.copytree(folder / "stopped", run_folder)
+        shutil.copy(tmp_path / "other" / name, run_folder / name)
+        assert f"{name} is damaged or of another run" in refused(capsys, main([*words, "--out", str(run_folder)]))
+
+
+def test_a_place_that_cannot_be_is_refused_before_data_is_read(
+    runs: tuple[Path, list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, words = runs
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("mine")
+    with monkeypatch.context() as patched:
+        patched.setattr("secateur.lab.trainer.load", lambda _: pytest.fail("data was read"))
+        for out, said in (("file", "is a file"), ("file/run", "Nothing can be"), ("mine", "holds no run")):
+            assert said in refused(capsys, main([*words, "--out", str(tmp_path / out)]))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 1_000_000))
+    assert "and the disk has 1 MB left" in refused(capsys, main([*words, "--out", str(tmp_path / "run")]))
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(
+    runs: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filled once the first checkpoint is written; with space again, the run ends as one that was left alone."""
+    folder, words = runs
+    monkeypatch.setattr("secateur.lab.commands.check_room", lambda *_: None)  # which would refuse so small a disk
+    real = Trainer.step
+
+    def filling(self: Trainer) -> torch.Tensor:
+        if self.progress.step == 5:
+            with pytest.raises(OSError, match="No space left"):
+                (disk / "other").write_bytes(bytes(1 << 20))
+        return real(self)
+
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        with monkeypatch.context() as patched:
+            patched.setattr(Trainer, "step", filling)
+            code = main([*words, "--out", str(disk / "run")])
+        said = refused(capsys, code)
+        assert "No space left on device" in said
+        assert said.endswith("Free some space: the same command goes on from the last checkpoint.")
+        (disk / "other").unlink()
+        assert json.loads((disk / "run" / "checkpoint" / "state.json").read_text())["step"] == 4
+        assert main([*words, "--out", str(disk / "run")]) == 0
+        weights = [load_file(path / "best" / "model.safetensors") for path in (disk / "run", folder / "finished")]
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+        assert numbers(disk / "run") == numbers(folder / "finished")
+
+
+def test_half_a_settings_file_of_a_killed_run_does_not_stand_in_its_way(
+    runs: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".config.json.0123abcd.tmp").write_text("{")
+    assert main([*runs[1], "--out", str(tmp_path / "run")]) == 0
+    assert not list((tmp_path / "run").glob(".*"))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import secateur
-from secateur.lab.files import write
+from secateur.files import write
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

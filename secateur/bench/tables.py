@@ -19,6 +19,7 @@ from typing import Any
 import secateur
 from secateur.bench import accuracy, pace, probe, quality, scale, select, select_gpu, step, train
 from secateur.bench.record import ROOT, results_folder
+from secateur.files import write
 from secateur.lab import results
 from secateur.registry import resolve
 from secateur.report import markdown_table
@@ -143,7 +144,7 @@ def main() -> int:
         if filled(text) != text:
             stale.append(path.name)
             if "--check" not in sys.argv:
-                path.write_text(filled(text), encoding="utf-8")
+                write(path, filled(text))
     print("stale: " + ", ".join(stale) if stale else "up to date")
     return int(bool(stale) and "--check" in sys.argv)
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from secateur.errors import DataError
+from secateur.files import read_json
 from secateur.lab.images import Images, Labelled, make_images
-from secateur.lab.places import existing_folder, read_json, sole_folder
+from secateur.lab.places import existing_folder, sole_folder
 from secateur.optional import library
 
 SIDE, CHANNELS = 32, 3

@@ -12,8 +12,8 @@ from typing import Any
 
 from secateur.bench.measuring import positive
 from secateur.errors import SecateurError
+from secateur.files import check_room, write
 from secateur.lab.experiment import BUDGETS, OPTIMIZERS, Experiment, read_experiment
-from secateur.lab.files import write
 from secateur.optional import library
 from secateur.settings import parse
 
@@ -66,7 +66,7 @@ def changes_of(options: argparse.Namespace) -> dict[str, Any]:
 def run_train(options: argparse.Namespace) -> int:
     """The command `secateur train`."""
     from secateur.lab.dry import dry_run
-    from secateur.lab.runfolder import RunFolder
+    from secateur.lab.runfolder import RunFolder, check_place
     from secateur.lab.running import run
     from secateur.lab.trainer import EXTRA, Execution, Trainer
 
@@ -75,6 +75,7 @@ def run_train(options: argparse.Namespace) -> int:
         print(dry_run(experiment, options.cpu))
         return 0
     path = options.out or Path("runs") / name_of(experiment)
+    check_place(path)
     execution = Execution(
         options.cpu, options.micro_batch, options.checkpoint_every, options.max_time, _tracker(options.tracker), path
     )
@@ -84,6 +85,7 @@ def run_train(options: argparse.Namespace) -> int:
     if folder.finished:
         print(f"secateur: {path} is finished already: see {path / 'summary.json'}", file=sys.stderr)
         return 0
+    check_room(path, max(0, trainer.room - folder.bytes))
     summary = run(trainer, folder, Teller())
     if trainer.accelerator.is_main_process and not folder.finished:
         print(f"Stopped after {summary['steps']} of {summary['asked_steps']} steps; the same command goes on.")

@@ -15,8 +15,8 @@ import torch
 
 from secateur.bench import record
 from secateur.errors import ComparisonError
+from secateur.files import check_file, read_json, write
 from secateur.lab.fairness import differing, texts
-from secateur.lab.files import check_place, write
 from secateur.lab.rendering import explanations, header, notes, rows_of
 from secateur.lab.rows import Measure, Row, baselines, group, measure_of
 from secateur.lab.runs import FinishedRun, read_runs
@@ -124,8 +124,12 @@ def kept_choices(paths: Sequence[Path]) -> tuple[list[str] | None, str | None]:
     """What a file says its runs were compared by, and with; nothing where there is more than one file to read."""
     if len(paths) != 1 or not paths[0].is_file():
         return None, None
-    kept = json.loads(paths[0].read_text(encoding="utf-8"))
-    return kept.get("axes"), kept.get("baseline")
+    kept = read_json(paths[0], dict, ComparisonError)
+    axes, baseline = kept.get("axes"), kept.get("baseline")
+    named = axes is None or (isinstance(axes, list) and all(isinstance(axis, str) for axis in axes))
+    if not named or not isinstance(baseline, str | None):
+        raise ComparisonError(f"{paths[0]} is not as `secateur compare --json` writes it: its axes or baseline.")
+    return axes, baseline
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
@@ -143,7 +147,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 def run_compare(options: argparse.Namespace) -> int:
     """Read, compare, print, write."""
     for path in filter(None, (options.out, options.json)):
-        check_place(path)
+        check_file(path)
     runs, unfinished = read_runs(options.runs)
     for folder in unfinished:
         print(f"secateur: {folder} is not finished (no summary.json) and is left out", file=sys.stderr)

@@ -21,7 +21,7 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, int | float):
-        return f"{value:.12g}"
+        return f"{value:.12g}" if abs(value) < 1e300 else str(value)
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from secateur.errors import DataError
 
@@ -26,16 +24,3 @@ def sole_folder(folder: Path, globs: Sequence[str]) -> Path | None:
         names = ", ".join(map(str, found[:4]))
         raise DataError(f"{folder} holds {' or '.join(globs)} in {len(found)} folders: {names}. Name one of them.")
     return found[0] if found else None
-
-
-def read_json(path: Path, kind: type) -> Any:
-    """What a JSON file holds, which must be of this type."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"There is no {path.name} in {path.parent}. Fetch the data again.") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}. Fetch or write it again.") from error
-    if not isinstance(found, kind):
-        raise DataError(f"{path} holds a {type(found).__name__}; a {kind.__name__} is needed.")
-    return found

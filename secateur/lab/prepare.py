@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from secateur.errors import DataError
-from secateur.folder import appearing, check_free
+from secateur.files import appearing, check_folder, check_room, claimed, write
+from secateur.folder import check_free
 from secateur.lab.corpus import VOCABULARY
 from secateur.lab.places import existing_folder
 from secateur.optional import library
 from secateur.texts import BETWEEN, PIECE, SOURCES, read_documents, token_pieces
 
 CODES = {"uint16": "H", "uint32": "I"}  # as Python's arrays call them
+LETTERS = 4  # of a token, about, where tokens are not bytes
 GPT2 = "gpt2:"
 GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # as OpenAI and as Hugging Face name them
 
@@ -46,13 +48,21 @@ def prepare(
 ) -> dict[str, Any]:
     """Write train.bin, val.bin, meta.json and the tokenizer; the folder appears when whole. Gives what is in meta."""
     folder = out.expanduser().absolute()
-    check_free(folder, overwrite, "data set", "meta.json")
     if not 0 < held_out < 1:
         raise DataError(f"--held-out is a share between 0 and 1, both left out; got {held_out:g}.")
+    with claimed(folder):
+        check_free(folder, overwrite, "data set", ("meta.json",))
+        check_folder(folder)
+        return _prepare(source, folder, tokenizer, held_out)
+
+
+def _prepare(source: str, folder: Path, tokenizer: str, held_out: float) -> dict[str, Any]:
     encoder = read_tokenizer(tokenizer)
     size = VOCABULARY if encoder is None else 1 + max(encoder.get_vocab().values())
     dtype = "uint16" if size <= 1 << 16 else "uint32"
     documents = read_documents(source)
+    letters = sum(map(len, documents)) // (1 if encoder is None else LETTERS)
+    check_room(folder, letters * array(CODES[dtype]).itemsize)
     digest = hashlib.sha256(BETWEEN.join(documents).encode()).hexdigest()
     with appearing(folder) as partial:
         parts = zip(("train", "val"), split_documents(documents, held_out), strict=True)
@@ -63,7 +73,7 @@ def prepare(
             encoder.save(str(partial / "tokenizer.json"))
         told = {"vocabulary": size, "dtype": dtype, "tokens": counts, "tokenizer": tokenizer}
         meta = {**told, "source": source, "sha256": digest, "held_out": held_out}
-        (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        write(partial / "meta.json", json.dumps(meta, indent=1) + "\n")
     return meta
 
 

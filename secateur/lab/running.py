@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,11 +12,11 @@ from typing import Any
 import torch
 
 from secateur.bench.record import commit, hardware, versions
-from secateur.errors import SecateurError
-from secateur.folder import appearing
+from secateur.errors import SaveError
+from secateur.files import appearing
 from secateur.lab.data import Tokens
 from secateur.lab.looking import Monitor
-from secateur.lab.runfolder import BEST, RunFolder
+from secateur.lab.runfolder import BEST, GPU, GRADIENT, WEIGHTS, RunFolder
 from secateur.lab.trainer import EXTRA, Trainer
 from secateur.optional import library
 from secateur.sites import plain_name
@@ -27,7 +28,10 @@ def run(trainer: Trainer, folder: RunFolder, tell: Tell = lambda *_: None) -> di
     """Train to the end, or until the time is up; continue from a checkpoint if there is one. The summary."""
     with folder.held() if trainer.accelerator.is_main_process else nullcontext():
         trainer.accelerator.wait_for_everyone()  # until the folder is in order
-        return _run(trainer, folder, tell)
+        try:
+            return _run(trainer, folder, tell)
+        except SaveError as error:
+            raise SaveError(f"{error} Free some space: the same command goes on from the last checkpoint.") from error
 
 
 def _run(trainer: Trainer, folder: RunFolder, tell: Tell) -> dict[str, Any]:
@@ -35,16 +39,16 @@ def _run(trainer: Trainer, folder: RunFolder, tell: Tell) -> dict[str, Any]:
     if how.tracker:
         trainer.accelerator.init_trackers("secateur", config={k: str(v) for k, v in asdict(wanted).items()})
     if folder.checkpoint is not None:
-        trainer.accelerator.load_state(str(folder.checkpoint))
-        if progress.processes != trainer.accelerator.num_processes:
-            raise SecateurError(f"{folder.path} was begun by {progress.processes} processes: go on with as many.")
+        trainer.load(folder.checkpoint)
+        if progress.best < math.inf:
+            folder.check_best()
     if trainer.accelerator.is_main_process:
-        folder.rewind(progress.step)
+        folder.rewind(progress.noted)
     with Monitor(trainer.accelerator.device) as monitor:
         found = _train(trainer, folder, tell)
     summary = summarise(trainer, found) | {"gpu": monitor.means()}
     if trainer.accelerator.is_main_process and progress.step == wanted.steps_taken:  # or else it is to go on one day
-        looks = {"gradient.json": progress.gradients, "gpu.json": monitor.samples}
+        looks = {GRADIENT: progress.gradients, GPU: monitor.samples}
         folder.finish(summary, trainer.pruner.report().to_json() if trainer.pruner else None, looks)
     trainer.accelerator.end_training()
     return summary
@@ -84,9 +88,10 @@ def _over(trainer: Trainer) -> bool:
 
 
 def _note(trainer: Trainer, folder: RunFolder, numbers: dict[str, float]) -> None:
+    progress = trainer.progress
+    progress.noted += 1
     if not trainer.accelerator.is_main_process:
         return
-    progress = trainer.progress
     folder.note(
         {"step": progress.step, "seconds": round(progress.seconds, 3), "seen": trainer.seen, **numbers,
          "sparsity": trainer.sparsity}
@@ -106,7 +111,7 @@ def _keep_best(trainer: Trainer, folder: RunFolder, loss: float) -> None:
         save_file = library("safetensors.torch", "Saving weights", EXTRA).save_file
         with appearing(folder.path / BEST) as fresh:
             whole = {plain_name(name): tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
-            save_file(whole, str(fresh / "model.safetensors"), {"step": str(trainer.progress.step)})
+            save_file(whole, str(fresh / WEIGHTS), {"step": str(trainer.progress.step)})
 
 
 def summarise(trainer: Trainer, found: dict[str, float]) -> dict[str, Any]:

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from secateur.errors import ComparisonError
+from secateur.files import read_json
 from secateur.lab.fairness import SEED
 
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 BUDGET = "budget"
+AGAIN = "Train it again in another folder, or leave it out."
+EVALUATED = ("seconds", "held_out_loss", "quality", "sparsity")
+NOT_FINITE = ("nan", "inf", "infinity")
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[FinishedRun], list[Path]]:
         for folder in _folders(path):
             if folder.resolve() not in known:
                 known.add(folder.resolve())
-                if (folder / SUMMARY).is_file():
+                if (folder / SUMMARY).exists():
                     finished.append(read_run(folder))
                 else:
                     unfinished.append(folder)
@@ -88,7 +92,7 @@ def _folders(path: Path) -> list[Path]:
 
 def run_folders(path: Path) -> Iterator[Path]:
     """Folders of runs, by name. Nothing is looked for inside a run: a saved model has a config.json too."""
-    if (path / CONFIG).is_file():
+    if any((path / name).exists() for name in (CONFIG, METRICS, SUMMARY)):  # one of them may be lost
         yield path
         return
     for inner in sorted(path.iterdir()):
@@ -97,9 +101,14 @@ def run_folders(path: Path) -> Iterator[Path]:
 
 
 def read_run(folder: Path) -> FinishedRun:
-    """One finished run."""
+    """One finished run; what is damaged in its folder is named."""
     lines = [line for line in _lines(folder / METRICS) if "step" in line]
-    return _run(folder, _mapping(folder / CONFIG), _mapping(folder / SUMMARY), lines)
+    run = _run(folder, _mapping(folder / CONFIG), _mapping(folder / SUMMARY), lines)
+    if not any(found.step == run.final.step for found in run.evaluations):
+        raise ComparisonError(
+            f"{folder / METRICS} is damaged: it lacks the evaluation at step {run.final.step}, the last. {AGAIN}"
+        )
+    return run
 
 
 def read_kept(path: Path) -> list[FinishedRun]:
@@ -115,14 +124,14 @@ def _kept_run(path: Path, run: Any) -> FinishedRun:
         settings, summary = dict(run["settings"]), dict(run["summary"])
         path_taken = [{"step": step, "sparsity": gone} for step, gone in run["path"]]
         lines, folder = [*map(dict, run["evaluations"]), *path_taken], Path(run["folder"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ComparisonError(f"{path} is not as `secateur compare --json` writes it: {error!r}.") from error
     return _run(folder, settings, summary, lines)
 
 
 def _run(folder: Path, settings: dict[str, Any], summary: dict[str, Any], lines: list[dict[str, Any]]) -> FinishedRun:
     """One run from its settings, its lines of numbers and its summary."""
-    if not isinstance(settings.get(SEED), int):
+    if type(settings.get(SEED)) is not int:
         raise ComparisonError(
             f"{folder / CONFIG} names no whole seed. Runs are paired by seed: write one, or leave it out."
         )
@@ -133,41 +142,45 @@ def _run(folder: Path, settings: dict[str, Any], summary: dict[str, Any], lines:
         judged = {line["step"]: _evaluation(line) for line in lines if "held_out_loss" in line}
         path = {line["step"]: number(line["sparsity"]) for line in lines if "sparsity" in line}
         final = _evaluation({"step": summary["steps"], **summary})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ComparisonError(f"The run in {folder} is not as `secateur train` writes it: {error!r}.") from error
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ComparisonError(
+            f"The run in {folder} is not as `secateur train` writes it: {error!r}. {AGAIN}"
+        ) from error
     evaluations = tuple(judged[step] for step in sorted(judged))
     return FinishedRun(folder, settings, evaluations, tuple(sorted(path.items())), summary, final)
 
 
 def number(value: Any) -> float:
     """A number from JSON, which knows no infinity: null and texts stand for what is not finite."""
+    if (isinstance(value, str) and value.lower().lstrip("+-") not in NOT_FINITE) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is no number")
     return math.nan if value is None else float(value)
 
 
 def _evaluation(line: dict[str, Any]) -> Evaluation:
-    names = ("seconds", "held_out_loss", "quality", "sparsity")
-    return Evaluation(int(line["step"]), *(number(line[name]) for name in names))
+    if type(line["step"]) is not int or line["step"] < 0:
+        raise ValueError(f"{line['step']!r} is no step")
+    return Evaluation(line["step"], *(number(line[name]) for name in EVALUATED))
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    try:
-        found = _json(path, path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ComparisonError(f"{path} is no text. Give folders of runs, or files of `compare --json`.") from error
-    if not isinstance(found, dict):
-        raise ComparisonError(f"{path} holds no JSON object. Was it written by `secateur train`?")
+    found: dict[str, Any] = read_json(path, dict, ComparisonError, AGAIN)
     return found
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [_json(f"{path}, line {place}", line) for place, line in enumerate(lines, 1) if line.strip()]
-
-
-def _json(source: Path | str, text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ComparisonError(f"{source}: not JSON ({error}). Run it again, or leave it out.") from error
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ComparisonError(f"{path} cannot be read: {error}. {AGAIN}") from error
+    return [_line(f"{path}, line {place}", line) for place, line in enumerate(lines, 1) if line.strip()]
+
+
+def _line(source: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ComparisonError(f"{source}: not JSON ({error}). {AGAIN}") from error
+    if not isinstance(found, dict):
+        raise ComparisonError(f"{source}: holds a {type(found).__name__}, not an object. {AGAIN}")
+    return found

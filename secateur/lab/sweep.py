@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,8 +13,10 @@ from typing import Any
 
 from secateur.bench.measuring import positive
 from secateur.errors import SecateurError
+from secateur.files import check_folder, check_room
 from secateur.lab.experiment import Experiment
 from secateur.lab.fairness import check_fair, shown
+from secateur.lab.runs import CONFIG, METRICS, SUMMARY
 from secateur.settings import from_mapping, nearest, read_toml
 
 ENGINES = ("local", "ray")
@@ -108,17 +109,20 @@ def run_cell(
     read: Callable[[str], Any] | None = None,
 ) -> dict[str, Any]:
     """One cell from its beginning, or from where it stopped, to its summary; `read` has its data."""
-    from secateur.lab.runfolder import SUMMARY, RunFolder
+    from secateur.lab.runfolder import RunFolder, check_place
     from secateur.lab.running import run
+    from secateur.lab.runs import read_run
     from secateur.lab.trainer import Execution, Trainer
 
+    check_place(Path(folder))
     experiment = from_mapping(Experiment, config, folder)
     data = read(experiment.data) if read else None
     trainer = Trainer(experiment, Execution(cpu=cpu, checkpoint_every=checkpoint_every), data)
     place = RunFolder(Path(folder), trainer.experiment, trainer.fingerprint)
     if place.finished:
-        found: dict[str, Any] = json.loads((Path(folder) / SUMMARY).read_text(encoding="utf-8"))
-        return found
+        done = read_run(place.path)
+        return {**done.summary, **asdict(done.final)}  # with numbers where JSON may have none
+    check_room(place.path, max(0, trainer.room - place.bytes))
     found = run(trainer, place)
     if numbers_only:
         place.forget_weights()
@@ -133,12 +137,22 @@ def one_after_another(cells: list[Cell], work: Callable[[Cell], dict[str, Any]])
         print(f"[{number}/{len(cells)}] {cell.name}: {said}, {summary['seconds']:.0f} s", file=sys.stderr, flush=True)
 
 
+def _check_ours(out: Path) -> None:
+    """Refuse a folder that holds something, but no run."""
+    inside = list(out.iterdir()) if out.is_dir() else []
+    runs = (any((one / name).exists() for name in (CONFIG, METRICS, SUMMARY)) for one in inside)
+    if inside and not any(runs) and not any(one.is_dir() and not any(one.iterdir()) for one in inside):
+        raise SecateurError(f"{out} is there already and holds no runs. Name another folder with --out.")
+
+
 def run_sweep(options: argparse.Namespace) -> int:
     """The command `secateur sweep`."""
     axes, cells = cells_of(options.grid)
     mine, shares = options.part or (1, 1)
     cells = cells[mine - 1 :: shares]
     out = options.out or Path("sweeps") / options.grid.stem
+    check_folder(out, replaced=False)
+    _check_ours(out)
     print(f"secateur: {len(cells)} runs over {', '.join(axes)}, in {out}", file=sys.stderr)
 
     def arguments(cell: Cell) -> tuple[dict[str, Any], str, bool, int, bool]:

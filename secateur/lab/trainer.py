@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import SecateurError
-from secateur.folder import appearing
+from secateur.files import PAGE, appearing
 from secateur.lab.data import Images, Tokens, load
 from secateur.lab.experiment import Experiment
 from secateur.lab.fitting import fitting
-from secateur.lab.keeping import Gathered, Progress
+from secateur.lab.keeping import Checkpoint, Progress
 from secateur.lab.looking import OneWeight, Stopwatch
 from secateur.lab.runfolder import CHECKPOINT, RunFolder
 from secateur.lab.zoo import image_model, is_language_model, language_model, loss_of, seeded
 from secateur.optional import library
+from secateur.shards import local
 
 EXTRA = '"secateur[lab]"'
 
@@ -64,8 +65,6 @@ class Trainer:
         model = torch.compile(model) if experiment.compile else model  # type: ignore[assignment]
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.pruner = experiment.build_pruner(self.model, self.optimizer.optimizer)
-        kept = [self.progress, *([Gathered(self.pruner)] if self.pruner else [])]
-        self.accelerator.register_for_checkpointing(*kept)
         world = self.accelerator.num_processes
         if experiment.batch % world:
             raise SecateurError(f"A batch of {experiment.batch} cannot be shared out to {world} processes evenly.")
@@ -196,10 +195,28 @@ class Trainer:
         """Write a checkpoint in the place of the last; killed at any moment, one of them is whole."""
         utils = library("accelerate.utils", "Training", EXTRA)
         with appearing(folder.path / CHECKPOINT) if self.accelerator.is_main_process else nullcontext() as fresh:
-            where = utils.broadcast_object_list([str(fresh)])[0]
-            self.accelerator.save_state(where, safe_serialization=True)
+            where = Path(utils.broadcast_object_list([str(fresh)])[0])
+            kept = Checkpoint(where, self.accelerator.process_index, self.in_shards)
+            kept.save(self.model, self.optimizer.optimizer, self.pruner, self.progress)
             self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                kept.finish()
         self.accelerator.wait_for_everyone()
+
+    def load(self, checkpoint: Path) -> None:
+        """Go back to where a checkpoint was written."""
+        kept = Checkpoint(checkpoint, self.accelerator.process_index, self.in_shards)
+        kept.load(self.model, self.optimizer.optimizer, self.pruner, self.progress)
+        if self.progress.step > self.experiment.steps_taken:
+            raise SecateurError(f"{checkpoint} is of step {self.progress.step}, past the end of this run.")
+
+    @property
+    def room(self) -> int:
+        """Bytes that a run needs on the disk at most: a checkpoint and the best weights, each beside the one before."""
+        weights = sum(local(tensor.detach()).nbytes for tensor in self.model.parameters())
+        weights *= self.accelerator.num_processes if self.in_shards else 1
+        states = {"sgd": 1, "adamwadv": 3, "adamwspam": 3}.get(self.experiment.optimizer, 2)  # as large as the weights
+        return 2 * weights * (1 + states) + 2 * weights + PAGE
 
     @property
     def in_shards(self) -> bool:
