@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from secateur.shards import check_replicas, check_tile, is_sharded, like, local,
 from secateur.sites import Globs, LeftOut, find_sites, nothing_to_prune
 from secateur.targets import Selection, Target
 from secateur.tiles import parse_pattern, tile_of
+
+logger = logging.getLogger("secateur")
 
 
 class Pruner:
@@ -79,6 +82,21 @@ class Pruner:
         self._asked = 0.0
         self._survey(skip, only)
         listen(optimizer, self._clock, self._facts)
+        if isinstance(optimizer, AdamW):
+            self._prepare(optimizer)
+
+    def _prepare(self, optimizer: AdamW) -> None:
+        """Tell an optimizer of ours that weights may come back, and the user that the last update may be late."""
+        if self.regrowth is not None:
+            optimizer.set_masks({}, others=True, regrows=True)
+        end = self._clock.end
+        delay = optimizer.delay(end) if end and self._reads_moments else 0
+        if delay:
+            logger.warning(
+                "The schedule ends at step %d, where SPAM has just reset the moments that score %r reads: the last"
+                " update waits until step %d. Train beyond that step, or end the schedule before the reset.",
+                end, self.score.name, (end or 0) + delay,
+            )  # fmt: skip
 
     def _survey(self, skip: Globs, only: Globs | None) -> None:
         """Find the sites, refuse what cannot work, and make the masks and whatever else must be kept."""
@@ -159,7 +177,7 @@ class Pruner:
         """Take these masks, and give them to an optimizer that knows what to do with them."""
         self._held.take(masks, kept)
         if isinstance(self._optimizer, AdamW):
-            self._optimizer.set_masks(self._by_parameter(), others=True)
+            self._optimizer.set_masks(self._by_parameter(), others=True, regrows=self.regrowth is not None)
 
     def _by_parameter(self) -> dict[Tensor, Tensor]:
         return {site.parameter: mask for site, mask in zip(self._sites, self._held.masks, strict=True)}
