@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -263,6 +264,36 @@ def test_spam_by_kernel_is_that_of_plain_torch_and_prepared_once(monkeypatch: py
         # the plain step rounds 1 - beta2 = 0.001 otherwise (see check_adamw), and 30 of those add up
         torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-5)
     assert float(found[0][3]) == 30
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"scope": "layer", "score": "bitter8"}, {"regrow": "gradient", "until": 8}], ids=str
+)
+def test_kernels_do_not_depend_on_the_default_dtype(default: torch.dtype, settings: dict[str, Any]) -> None:
+    torch.manual_seed(4)
+    first = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
+    inputs = torch.randn(8, 16, 64)
+    found = []
+    for dtype in (torch.float32, default):
+        torch.set_default_dtype(dtype)
+        try:
+            model = copy.deepcopy(first)
+            spam = sc.optim.Spam(theta=10.0, every=6, warmup=2, quiet=1, spike=1.0)
+            optimizer = sc.optim.AdamW(model.parameters(), lr=1e-2, spam=spam)
+            pruner = sc.Pruner(model, optimizer, sparsity=sc.linear(0.7, begin=0, end=8), every=2, **settings)
+            for batch in inputs:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+                pruner.step()
+            found.append([*model.state_dict().values(), *pruner.state_dict().values()])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert pruner.sparsity > 0
+    for wanted, got in zip(*found, strict=True):
+        assert got.dtype == wanted.dtype
+        assert torch.equal(got, wanted)
 
 
 def test_a_prepared_step_is_dropped_when_anything_it_rests_on_changes(monkeypatch: pytest.MonkeyPatch) -> None:
