@@ -2,8 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CORE := .venv-core
+# The core and what is tested of it where nothing but torch is installed.
+CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,allocation calibration default_dtype inputs masks optim patterns \
+	probing pruner pruning reconstruction regrowth report schedules scores selection sites spam))
 
-.PHONY: demo test check soak mutants bench-select readme clean
+.PHONY: demo test test-core check soak mutants bench-select readme clean
 
 # constraints.txt pins the versions the tests ran with; torch comes first so that nothing pulls another build of it.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -16,8 +20,19 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: $(VENV)/.ready
 	$(BIN)/secateur demo
 
-test: $(VENV)/.ready check
+test: $(VENV)/.ready check test-core
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# torch alone: no extra, and no triton or numpy that torch could do without.
+$(CORE)/.ready: constraints.txt
+	$(PYTHON) -m venv $(CORE)
+	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch pytest pytest-xdist hypothesis
+	touch $@
+
+test-core: $(CORE)/.ready
+	@$(CORE)/bin/python -c "from importlib.util import find_spec; found = [name for name in \
+	('numpy', 'triton', 'safetensors', 'transformers', 'accelerate') if find_spec(name)]; assert not found, found"
+	$(CORE)/bin/python -m pytest -q -n 2 -m "not gpu and not slow" $(CORE_TESTS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -41,4 +56,4 @@ readme: $(VENV)/.ready
 	$(BIN)/python -m secateur.bench.tables
 
 clean:
-	rm -rf $(VENV) report.html
+	rm -rf $(VENV) $(CORE) report.html

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from secateur.errors import StateError
 from secateur.kernels import reference
 from secateur.kernels.parts import Hyper, Part
 from secateur.shards import local
-from secateur.spam import HISTORY, Spam, as_spam, is_cold, resets, soften, warmth
+from secateur.spam import HISTORY, Spam, as_spam, clips, is_cold, resets, soften, warmth
 
 __all__ = ["AdamW", "Spam"]
 
@@ -48,6 +49,7 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         self.spam = as_spam(spam)
         self._masks: dict[int, Tensor] = {}
+        self._regrows = False
         self._ready: dict[int, tuple[Any, Any, Any]] = {}  # of each group: where all was, and the step so prepared
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,
@@ -58,13 +60,14 @@ class AdamW(torch.optim.AdamW):
 
     def __getstate__(self) -> dict[str, Any]:
         held = [[self._masks.get(id(p)) for p in group["params"]] for group in self.param_groups]
-        return {**super().__getstate__(), "spam": self.spam, "held": held}
+        return {**super().__getstate__(), "spam": self.spam, "held": held, "_regrows": self._regrows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         held = state.pop("held", None)
         super().__setstate__(state)
         self.__dict__.setdefault("spam", None)
         self.__dict__.setdefault("_masks", {})
+        self.__dict__.setdefault("_regrows", False)
         self._ready = {}
         self._step_supports_amp_scaling = False
         for group, masks in zip(self.param_groups, held or [], strict=False):
@@ -75,10 +78,11 @@ class AdamW(torch.optim.AdamW):
         """Whether each of these parameters is held to this very mask."""
         return all(self._masks.get(id(parameter)) is mask for parameter, mask in masks.items())
 
-    def set_masks(self, masks: Mapping[Tensor, Tensor], *, others: bool = False) -> None:
+    def set_masks(self, masks: Mapping[Tensor, Tensor], *, others: bool = False, regrows: bool = False) -> None:
         """Hold these parameters to these masks (True = kept) from the next step on; an empty mapping lets all go.
 
-        With `others`, parameters that are not named stay held to what they were.
+        With `others`, parameters that are not named stay held to what they were. `regrows` says that these masks bring
+        weights back: they have no second moment yet, so from then on SPAM does not clip where that is zero.
         A mask is bool in the shape of what this process holds of its parameter (packed here where kernels serve), or
         flat bits as a Pruner keeps them.
         """
@@ -96,6 +100,7 @@ class AdamW(torch.optim.AdamW):
             packs = not flat and kernels.serves(part, mask) and part.is_contiguous()
             held[id(parameter)] = to_bits(mask.reshape(-1)) if packs else mask
         self._masks = held
+        self._regrows = regrows or (others and self._regrows)
 
     @property
     def taken(self) -> int:
@@ -106,6 +111,11 @@ class AdamW(torch.optim.AdamW):
     def cold(self) -> bool:
         """Whether SPAM reset the moments so recently that nothing should be ranked by them."""
         return self.spam is not None and is_cold(self.spam, self.taken)
+
+    def delay(self, steps: int) -> int:
+        """By how many steps SPAM's reset puts off an update of the masks that falls due `steps` from now."""
+        spam, due = self.spam, self.taken + steps
+        return 0 if spam is None else next(late for late in range(spam.every + 1) if not is_cold(spam, due + late))
 
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -175,19 +185,25 @@ class AdamW(torch.optim.AdamW):
         return step
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        factor, theta = 1.0, 0.0
-        if self.spam is not None:
-            factor, theta = warmth(self.spam, self.taken), self.spam.theta
         beta1, beta2 = group["betas"]
-        return Hyper(
-            group["lr"] if factor == 1.0 else group["lr"] * factor, beta1, beta2, group["eps"], group["weight_decay"],
-            group["maximize"], group["amsgrad"], theta,
-        )  # fmt: skip
+        settings = beta1, beta2, group["eps"]
+        if self.spam is None:
+            return Hyper(group["lr"], *settings, group["weight_decay"], group["maximize"], group["amsgrad"])
+        factor = warmth(self.spam, self.taken)
+        rate = group["lr"] if factor == 1.0 else group["lr"] * factor
+        decay = group["weight_decay"] if self.spam.warm_decay else group["weight_decay"] / factor
+        clipping = clips(self.spam, self.taken)
+        theta = self.spam.theta if clipping else math.inf if self.spam.theta else 0.0
+        unseen = 0.0 if clipping and self.spam.clip_unseen and not self._regrows else math.inf
+        return Hyper(rate, *settings, decay, group["maximize"], group["amsgrad"], theta, unseen)
 
     def _start_over(self) -> None:
-        """Both moments and their bias corrections begin again."""
+        """Reset both moments, and with `restart_bias` the step count that corrects their bias."""
+        names = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+        if self.spam is not None and self.spam.restart_bias:
+            names.append("step")
         for state in self.state.values():
-            for name in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            for name in names:
                 if name in state:
                     state[name].zero_()
 
@@ -200,7 +216,7 @@ class AdamW(torch.optim.AdamW):
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         norms = self.param_groups[0].get("spam_norms")
         if norms is None or norms.device != norm.device:
-            fresh = torch.zeros(HISTORY, device=norm.device)
+            fresh = torch.zeros(HISTORY, dtype=torch.float32, device=norm.device)
             norms = self.param_groups[0]["spam_norms"] = fresh if norms is None else norms.to(norm.device)
         return soften(self.spam, norms, norm.float(), self.taken)
 

@@ -131,7 +131,7 @@ def _pooled(piece: Piece, tiling: Tiling) -> Piece:
 
     def over_slabs(tiles: Where | None, pool: Callable[[Where], Tensor]) -> Tensor:
         parts = [pool(tiling.members(slab)) for slab in tiling.slabs(tiles)]
-        return torch.cat(parts) if parts else torch.empty(0, device=piece.device)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device=piece.device)
 
     def total(where: Where) -> Tensor:
         scores = piece.score(where)

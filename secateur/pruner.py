@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,6 +44,8 @@ from secateur.shards import check_replicas, check_tile, is_sharded, like, local,
 from secateur.sites import Globs, LeftOut, check_readable, find_sites, nothing_to_prune, unfit_for
 from secateur.targets import Selection, Target
 from secateur.tiles import parse_pattern, tile_of
+
+logger = logging.getLogger("secateur")
 
 
 class Pruner:
@@ -99,6 +102,22 @@ class Pruner:
         self._checked = False
         self._survey(skip, only)
         self._listener = Listener(self._optimizers, self._clock, self._facts, self._held)
+        for ours in self._optimizers:
+            if isinstance(ours, AdamW):
+                self._prepare(ours)
+
+    def _prepare(self, optimizer: AdamW) -> None:
+        """Tell an optimizer of ours that weights may come back, and the user that the last update may be late."""
+        if self.regrowth is not None:
+            optimizer.set_masks({}, others=True, regrows=True)
+        end = self._clock.end
+        delay = optimizer.delay(end) if end and self._reads_moments else 0
+        if delay:
+            logger.warning(
+                "The schedule ends at step %d, where SPAM has just reset the moments that score %r reads: the last"
+                " update waits until step %d. Train beyond that step, or end the schedule before the reset.",
+                end, self.score.name, (end or 0) + delay,
+            )  # fmt: skip
 
     def _survey(self, skip: Globs, only: Globs | None) -> None:
         """Find the sites, refuse what cannot work, and make the masks and whatever else must be kept."""
@@ -189,7 +208,7 @@ class Pruner:
         self._held.take(masks, kept)
         for optimizer, held in self._by_optimizer():
             if isinstance(optimizer, AdamW):
-                optimizer.set_masks(held, others=True)
+                optimizer.set_masks(held, others=True, regrows=self.regrowth is not None)
 
     def _is_held(self) -> bool:
         """Whether every optimizer holds its weights to these masks in its own step."""

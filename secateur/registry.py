@@ -136,9 +136,10 @@ def _check_contract(entry: Score) -> None:
     """Evaluate on eight made-up weights, whole and in halves: a score that mixes elements, draws random numbers or
     writes into what it is given shows here."""
     size = 8
-    facts: dict[str, Any] = dict.fromkeys(entry.needs, torch.linspace(0.9, 0.1, size, device="cpu"))
+    made_up = torch.linspace(0.9, 0.1, size, dtype=torch.float32, device="cpu")
+    facts: dict[str, Any] = dict.fromkeys(entry.needs, made_up)
     facts |= {name: value for name, value in SCALAR_FACTS.items() if name in facts}
-    signs = torch.tensor([1.0, -1.0], device="cpu").repeat(size // 2)
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float32, device="cpu").repeat(size // 2)
     facts |= {name: facts[name] * signs for name in ("weight", "exp_avg") if name in facts}
     if "index" in facts:
         facts["index"] = torch.arange(size, device="cpu")

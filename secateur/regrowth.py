@@ -126,7 +126,7 @@ def _gradient(site: Site) -> Tensor:
     if site.parameter.grad is not None:
         return local(site.parameter.grad)
     part = local(site.parameter.detach())
-    return torch.zeros((), device=part.device).expand(part.shape)
+    return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
 def check_gradients(regrowth: Regrowth | None, sites: Sequence[Site], peers: Peers, zeros_count: bool) -> None:

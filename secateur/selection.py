@@ -182,7 +182,7 @@ def _sweep(
     """
     mask = torch.empty(piece.numel, dtype=torch.bool, device=piece.device)
     if piece.device not in buffers:
-        spare = torch.empty(CHUNK, device=piece.device)
+        spare = torch.empty(CHUNK, dtype=torch.float32, device=piece.device)
         buffers[piece.device] = spare, torch.empty_like(spare, dtype=torch.bool)
     spare, flags = buffers[piece.device]
     positions: list[Tensor] = []

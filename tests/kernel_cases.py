@@ -159,7 +159,7 @@ def parts_for(
             values[0].mul(0.02).to(device, parameter),
             values[1].mul(1e-3).to(device, parameter),
             values[2].mul(1e-4).to(device, state),
-            values[3].square().mul(1e-6).to(device, state),
+            values[3].square().mul(1e-6).mul(torch.arange(size) % 5 > 0).to(device, state),
             largest,
             torch.tensor(9.0),
             None if mask is None else to_bits(kept) if mask == "bits" else kept,
@@ -176,7 +176,7 @@ def check_adamw(kernels: Any, device: torch.device, case: dict[str, Any]) -> Non
     at the root mean square of its tensor, whichever is larger (a small moment is the difference of larger numbers).
     Against foreach, which rounds 1 - beta2 = 0.001 otherwise, 3e-5 of that.
     """
-    hyper = Hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, case["maximize"], case["amsgrad"], case["theta"])
+    hyper = Hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, case["maximize"], case["amsgrad"], case["theta"], case["unseen"])
     soft = torch.tensor([0.5, 0.9], device=device) if case["soft"] else None
     fused = device.type == "cuda"
     torch.manual_seed(3)

@@ -47,28 +47,86 @@ def test_everything_public_is_documented() -> None:
         assert name.startswith("_") or member.__doc__, f"Pruner.{name}"
 
 
+BLOCKER = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, *rest):
+        return None if name.split(".")[0] in {blocked!r} else self.finder.find_spec(name, *rest)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+"""
+
+
 def run_blocked(code: str, blocked: list[str]) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh interpreter in which none of these can be found."""
-    blocker = f"import sys\nsys.modules.update(dict.fromkeys({blocked!r}))\n"
-    command = [sys.executable, "-W", "ignore", "-c", blocker + code]
+    command = [sys.executable, "-W", "ignore", "-c", BLOCKER.format(blocked=blocked) + code]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent)
 
 
 TRAIN = """
 import torch, secateur as sc
 layer = torch.nn.Linear(8, 8)
-optimizer = torch.optim.AdamW(layer.parameters())
+optimizer = {optimizer}
 pruner = sc.Pruner(layer, optimizer, every=1)
-layer(torch.randn(2, 8)).sum().backward()
-optimizer.step()
-pruner.step()
+for _ in range(3):
+    optimizer.zero_grad()
+    layer(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    pruner.step()
 assert pruner.sparsity == 0.5
+assert int((layer.weight == 0).sum()) == 32
 print(pruner.report())
+"""
+PRUNE = """
+import torch, secateur as sc
+for how in (sc.prune, sc.probe):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+    batches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(2)]
+    loss = lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+    print(how(model, batches, sparsity=0.5, loss=loss))
+    assert sum(int((p == 0).sum()) for p in model.parameters() if p.ndim == 2) > 0
 """
 
 
-def test_the_core_needs_torch_only() -> None:
-    done = run_blocked(TRAIN, OPTIONAL)
+@pytest.mark.parametrize(
+    "code",
+    [
+        TRAIN.format(optimizer="torch.optim.AdamW(layer.parameters())"),
+        TRAIN.format(optimizer="sc.optim.AdamW(layer.parameters())"),
+        TRAIN.format(optimizer="sc.optim.AdamW(layer.parameters(), spam='paper')"),
+        PRUNE,
+    ],
+    ids=["torch's AdamW", "our AdamW", "SPAM", "after training"],
+)
+def test_the_core_needs_torch_only(code: str) -> None:
+    done = run_blocked(code, OPTIONAL)
+    assert done.returncode == 0, done.stderr
+
+
+def test_training_with_spam_needs_no_triton(tmp_path: Path) -> None:
+    for name in ("accelerate", "safetensors", "sklearn"):
+        pytest.importorskip(name)
+    settings = [part for one in ("model=lenet5", "data=digits", "steps=3", "batch=8") for part in ("--set", one)]
+    line = [
+        "train",
+        *settings,
+        "--optimizer",
+        "adamwspam",
+        "--cpu",
+        "--tracker",
+        "none",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    done = run_blocked(f"from secateur.cli import main; sys.exit(main({line!r}))", ["triton"])
     assert done.returncode == 0, done.stderr
 
 
@@ -87,6 +145,8 @@ def test_importing_is_quick_beside_torch() -> None:
 
 @pytest.mark.parametrize("missing", ["matplotlib", "rich"])
 def test_the_demo_says_what_it_needs(missing: str) -> None:
+    for other in {"matplotlib", "rich"} - {missing}:
+        pytest.importorskip(other)
     code = "from secateur.cli import main; sys.exit(main(['demo', '--steps', '20', '--out', '/dev/null']))"
     done = run_blocked(code, [missing])
     assert done.returncode == 2

@@ -63,8 +63,9 @@ def test_every_kernel_and_its_twin_on_the_gpu(small: None) -> None:
 
     for mask in (None, "bits", "bool"):
         for parameter, state in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
-            for amsgrad, theta, soft in ((False, 0.0, False), (True, 0.5, True)):
-                case = {"parameter": parameter, "state": state, "mask": mask, "maximize": amsgrad}
+            spams = (False, 0.0, torch.inf, False), (True, 0.5, torch.inf, True), (False, 0.5, 0.0, False)
+            for amsgrad, theta, unseen, soft in spams:
+                case = {"parameter": parameter, "state": state, "mask": mask, "maximize": amsgrad, "unseen": unseen}
                 cases.check_adamw(steps, GPU, {**case, "amsgrad": amsgrad, "theta": theta, "soft": soft})
     cases.check_zero(stepping, GPU)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -203,13 +204,17 @@ def test_the_ranking_kernel_and_its_twin() -> None:
 
 @pytest.mark.parametrize("mask", [None, "bits", "bool"])
 @pytest.mark.parametrize(("amsgrad", "maximize"), [(False, False), (True, True)])
-@pytest.mark.parametrize(("theta", "soft"), [(0.0, False), (0.5, True)])
-def test_the_adamw_kernel(mask: str | None, amsgrad: bool, maximize: bool, theta: float, soft: bool) -> None:
+@pytest.mark.parametrize(
+    ("theta", "unseen", "soft"), [(0.0, torch.inf, False), (0.5, torch.inf, True), (0.5, 0.0, False)]
+)
+def test_the_adamw_kernel(
+    mask: str | None, amsgrad: bool, maximize: bool, theta: float, unseen: float, soft: bool
+) -> None:
     from secateur.kernels import steps
 
     for parameter, state in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
         case = {"parameter": parameter, "state": state, "mask": mask, "amsgrad": amsgrad, "maximize": maximize}
-        cases.check_adamw(steps, CPU, {**case, "theta": theta, "soft": soft})
+        cases.check_adamw(steps, CPU, {**case, "theta": theta, "unseen": unseen, "soft": soft})
 
 
 def test_the_zeroing_kernel() -> None:
@@ -234,6 +239,61 @@ def test_a_step_by_kernel_counts_and_warns_as_torchs_does() -> None:
     part = Part(weight, weight.grad, optimizer.state[weight]["exp_avg"], memory[:64], None, torch.tensor(1.0), None)
     assert not kernels.takes(part, group)
     assert kernels.takes(replace(part, exp_avg_sq=torch.ones(64)), group)
+
+
+def test_spam_by_kernel_is_that_of_plain_torch_and_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quiet steps, clipping, a reset and its warm-up: none of them changes the kernel or needs another preparation."""
+    prepared: list[int] = []
+    real = kernels.prepare_adamw
+    monkeypatch.setattr(kernels, "prepare_adamw", lambda *given: prepared.append(len(given[0])) or real(*given))
+    found = []
+    for setting in ("on", "off"):
+        monkeypatch.setenv("SECATEUR_KERNELS", setting)
+        torch.manual_seed(2)
+        weight = nn.Parameter(torch.randn(96))
+        spam = sc.optim.Spam(theta=2.0, every=12, warmup=6, quiet=4)
+        optimizer = sc.optim.AdamW([weight], lr=0.1, spam=spam)
+        weight.grad = torch.zeros(96)
+        for step in range(1, 31):
+            weight.grad.copy_(torch.randn(96))
+            weight.grad[::7] *= step % 5 == 0  # there v is still zero at the first step that clips
+            optimizer.step()
+        found.append([weight.detach(), *(optimizer.state[weight][key] for key in ("exp_avg", "exp_avg_sq", "step"))])
+    assert sum(prepared) == 1  # without kernels there is nothing to prepare
+    for ours, plain in zip(*found, strict=True):
+        # the plain step rounds 1 - beta2 = 0.001 otherwise (see check_adamw), and 30 of those add up
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-5)
+    assert float(found[0][3]) == 30
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"scope": "layer", "score": "bitter8"}, {"regrow": "gradient", "until": 8}], ids=str
+)
+def test_kernels_do_not_depend_on_the_default_dtype(default: torch.dtype, settings: dict[str, Any]) -> None:
+    torch.manual_seed(4)
+    first = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
+    inputs = torch.randn(8, 16, 64)
+    found = []
+    for dtype in (torch.float32, default):
+        torch.set_default_dtype(dtype)
+        try:
+            model = copy.deepcopy(first)
+            spam = sc.optim.Spam(theta=10.0, every=6, warmup=2, quiet=1, spike=1.0)
+            optimizer = sc.optim.AdamW(model.parameters(), lr=1e-2, spam=spam)
+            pruner = sc.Pruner(model, optimizer, sparsity=sc.linear(0.7, begin=0, end=8), every=2, **settings)
+            for batch in inputs:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+                pruner.step()
+            found.append([*model.state_dict().values(), *pruner.state_dict().values()])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert pruner.sparsity > 0
+    for wanted, got in zip(*found, strict=True):
+        assert got.dtype == wanted.dtype
+        assert torch.equal(got, wanted)
 
 
 def test_a_prepared_step_is_dropped_when_anything_it_rests_on_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,34 +141,59 @@ def test_a_closure_and_a_grad_scaler_are_served() -> None:
     assert same(*models)
 
 
-def test_spam_clips_starts_over_and_leaves_the_rate_alone() -> None:
+@pytest.mark.parametrize("restart", [False, True])
+def test_spam_clips_resets_and_leaves_the_rate_alone(restart: bool) -> None:
     weight = nn.Parameter(torch.ones(4))
-    optimizer = sc.optim.AdamW([weight], lr=0.1, weight_decay=0.0, spam=sc.optim.Spam(theta=5000.0, every=6, warmup=2))
-    for step in range(15):
+    spam = sc.optim.Spam(theta=5000.0, every=6, warmup=2, quiet=2, floor=0.25, restart_bias=restart)
+    optimizer = sc.optim.AdamW([weight], lr=0.1, weight_decay=0.0, spam=spam)
+    for step in range(1, 16):
         weight.grad = torch.full((4,), 1.0)
-        if step == 4:
+        if step == 5:
             weight.grad[0] = 1e6
         before = weight.detach().clone()
-        second = optimizer.state[weight]["exp_avg_sq"].clone() if step else torch.zeros(4)
+        second = optimizer.state[weight]["exp_avg_sq"].clone() if step > 1 else torch.zeros(4)
         optimizer.step()
         state, moved = optimizer.state[weight], (before - weight.detach()).abs()
         assert float(weight.grad[1]) == 1.0
         assert optimizer.param_groups[0]["lr"] == 0.1
-        if step == 4:  # held to sqrt(5000 v)
+        if step == 5:  # clipped to sqrt(5000 v)
             expected = 0.999 * second[0] + 0.001 * 5000 * second[0]
             assert float(state["exp_avg_sq"][0]) == pytest.approx(float(expected), rel=1e-5)
-        if step in (6, 12):  # both moments, and the correction of their bias, begin again
-            assert float(state["step"]) == 1
+        if step in (6, 12):  # both moments start over; the bias correction only if that is asked for
+            assert float(state["step"]) == (1 if restart else step)
             assert float(state["exp_avg"][1]) == pytest.approx(0.1)
-            assert float(moved[1]) == pytest.approx(0.1 * 0.25, rel=1e-3)  # (1 - cos(pi / 3)) / 2
-        if step == 7:
-            assert float(moved[1]) == pytest.approx(0.1 * 0.75, rel=1e-3)
-        if step in (5, 8, 11):
+            assert float(state["exp_avg_sq"][1]) == pytest.approx(0.001, rel=1e-3)
+        if restart and step in (
+            6,
+            7,
+            8,
+        ):  # a constant gradient moves by the rate, times 0.25 + 0.75 (1 - cos(pi j / 3)) / 2
+            assert float(moved[1]) == pytest.approx(0.1 * {6: 0.25, 7: 0.4375, 8: 1.0}[step], rel=1e-3)
+        if step == 4:
             assert float(moved[1]) == pytest.approx(0.1, rel=1e-2)
     assert optimizer.taken == 15
 
 
-@pytest.mark.parametrize("spam", ["paper", "seeds", sc.optim.Spam(theta=1.0, every=4, warmup=2, spike=2.0)], ids=str)
+def test_a_state_saved_before_spam_had_these_settings_loads() -> None:
+    model = Block()
+    optimizer = sc.optim.AdamW(model.parameters(), lr=1e-2, spam="paper")
+    steps(model, optimizer, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert set(saved["param_groups"][0]) - set(torch.optim.AdamW(model.parameters()).param_groups[0]) == {"spam_steps"}
+    for entry in saved["state"].values():
+        entry["step"].fill_(2.0)  # earlier versions restarted this count at a reset
+    saved["param_groups"][0]["spam_steps"] = 502
+    again = sc.optim.AdamW(model.parameters(), lr=1e-2, spam="paper")
+    again.load_state_dict(saved)
+    assert again.taken == 502
+    steps(model, again, 2)
+    assert again.taken == 504
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "spam", ["paper", "seeds", sc.optim.Spam(theta=1.0, every=4, warmup=2, spike=2.0, quiet=1)], ids=str
+)
 def test_a_run_with_spam_resumes_to_the_bit(spam: Any) -> None:
     through, model = Block(), Block()
     model.load_state_dict(through.state_dict())
@@ -209,8 +234,12 @@ def test_a_pruner_gives_its_masks_and_need_not_mask_again(monkeypatch: pytest.Mo
     assert all(bool((fresh.get_parameter(n)[~m] == 0).all()) for n, m in found[1][0].masks.items())
 
 
-@pytest.mark.parametrize(("score", "updates"), [("bitter7", [3, 6, 9, 15, 18]), ("magnitude", [3, 6, 9, 12, 15, 18])])
-def test_no_update_ranks_by_moments_that_have_just_been_reset(score: str, updates: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("score", "updates"), [("bitter7", [3, 6, 9, 14, 15, 18]), ("magnitude", [3, 6, 9, 12, 15, 18])]
+)
+def test_no_update_ranks_by_moments_that_have_just_been_reset(
+    score: str, updates: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
     model = Block()
     optimizer = sc.optim.AdamW(model.parameters(), lr=1e-3, spam=sc.optim.Spam(theta=0, every=10, warmup=4))
     pruner = sc.Pruner(model, optimizer, score=score, sparsity=sc.linear(0.5, begin=0, end=20), every=3)
@@ -225,9 +254,10 @@ def test_no_update_ranks_by_moments_that_have_just_been_reset(score: str, update
                 assert float((second[pruner.masks["up.weight"]] > 0).float().mean()) > 0.9
 
     train(model, optimizer, 19, after)
-    assert seen == updates  # bitter7's twelfth falls into the four steps after the reset, and is made up for at 15
+    assert seen == updates  # bitter7's twelfth falls into the four steps from the reset on, and is made up for at 14
     train(model, optimizer, 6, after)
-    assert seen[-1] == 20  # where the schedule ends, just before the next reset
+    assert seen[-1] == (24 if score == "bitter7" else 20)  # the schedule ends at 20, where the moments are reset again
+    assert any("waits until step 24" in line for line in caplog.messages) is (score == "bitter7")
     assert pruner.report().pruned == round(0.5 * pruner.report().prunable)
 
 

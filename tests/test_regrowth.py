@@ -371,6 +371,7 @@ def test_kernels_give_the_same(scope: str, kind: str, monkeypatch: pytest.Monkey
     assert all(bool((ours._model.get_parameter(n)[~mask] == 0).all()) for n, mask in ours.masks.items())
 
 
+@pytest.mark.slow
 def test_two_processes_are_as_one(tmp_path: Path) -> None:
     settings = ("regrow", "regrow-layer", "regrow-random")
     jobs = [f"fsdp {setting}" for setting in settings] + ["mixed regrow", "ddp regrow"]

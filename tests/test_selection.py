@@ -46,6 +46,7 @@ def tensors(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 SPARSITY = st.one_of(st.floats(0, 0.999), st.sampled_from((0.0, 0.25, 0.5, 0.75)))
 
 
+@pytest.mark.slow
 @settings(max_examples=4000)
 @given(tensors(), SPARSITY)
 def test_model_scope_is_a_stable_sort(case: tuple[dict[str, Tensor], dict[str, Tensor]], sparsity: float) -> None:
@@ -55,6 +56,7 @@ def test_model_scope_is_a_stable_sort(case: tuple[dict[str, Tensor], dict[str, T
     assert all(torch.equal(found[name], expected[name]) for name in scores)
 
 
+@pytest.mark.slow
 @settings(max_examples=4000)
 @given(tensors(), SPARSITY, st.integers(1, 9), st.integers(0, 12), st.integers(LOWEST_KEY, HIGHEST_KEY))
 def test_any_chunking_and_any_bracket_give_the_same_mask(
@@ -73,6 +75,7 @@ def test_any_chunking_and_any_bracket_give_the_same_mask(
     assert all(torch.equal(found[name], expected[name]) for name in scores)
 
 
+@pytest.mark.slow
 @settings(max_examples=1500)
 @given(tensors(), SPARSITY)
 def test_layer_scope_is_exact_per_tensor(case: tuple[dict[str, Tensor], dict[str, Tensor]], sparsity: float) -> None:
@@ -82,6 +85,7 @@ def test_layer_scope_is_exact_per_tensor(case: tuple[dict[str, Tensor], dict[str
         assert torch.equal(found[name], oracle.select_model({name: tensor}, sparsity, alive)[name])
 
 
+@pytest.mark.slow
 @settings(max_examples=1500)
 @given(tensors(), SPARSITY)
 def test_row_scope_is_exact_per_row(case: tuple[dict[str, Tensor], dict[str, Tensor]], sparsity: float) -> None:
@@ -92,6 +96,7 @@ def test_row_scope_is_exact_per_row(case: tuple[dict[str, Tensor], dict[str, Ten
         assert torch.equal(found[name], expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=1000)
 @given(tensors(), SPARSITY)
 def test_no_kept_score_is_below_a_pruned_one(
@@ -188,6 +193,7 @@ def test_dtypes_that_would_lose_order_are_refused() -> None:
         sc.select({"a": torch.ones(2, 2, dtype=torch.float64)}, 0.5)
 
 
+@pytest.mark.slow
 def test_counts_past_two_to_the_31() -> None:
     """More scores than int32 can count, all walked through and none stored: one chunk of keys is handed out again and
     again. The cut lies past 2^31 of them."""

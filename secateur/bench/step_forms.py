@@ -58,7 +58,7 @@ def torchs(weights: Weights, fused: bool) -> torch.optim.AdamW:
 
 def own(name: str, weights: Weights, masks: list[Tensor]) -> torch.optim.Optimizer:
     """Ours, set up as the form is called."""
-    spam = optim.Spam(theta=THETA, every=0, warmup=0) if name == CLIPPED else None
+    spam = optim.Spam(theta=THETA, every=0, warmup=0, quiet=0, clip_unseen=False) if name == CLIPPED else None
     optimizer = optim.AdamW(weights, lr=RATE, weight_decay=DECAY, spam=spam)
     if name != DENSE:
         optimizer.set_masks(dict(zip(weights, masks, strict=True)))

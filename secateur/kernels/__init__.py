@@ -139,6 +139,8 @@ def takes(part: Part, group: Mapping[str, Any]) -> bool:
 
 def prepare_adamw(parts: Sequence[Part], hyper: Hyper) -> list[Any]:
     """Steps of AdamW by kernel, for parts that it takes: one for each device, to be taken again and again."""
+    if not parts:
+        return []
     from secateur.kernels import steps
 
     ready = []
@@ -151,6 +153,8 @@ def prepare_adamw(parts: Sequence[Part], hyper: Hyper) -> list[Any]:
 
 def take_adamw(ready: Sequence[Any], gradients: Sequence[Tensor], hyper: Hyper, soft: Tensor | None) -> None:
     """One step of AdamW by kernel, masks and SPAM inside."""
+    if not ready:
+        return  # Triton, which the steps import, is optional
     from secateur.kernels import steps
 
     for one in ready:

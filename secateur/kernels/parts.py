@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,11 @@ from secateur.shards import local
 
 @dataclass(frozen=True)
 class Hyper:
-    """Settings of a step, shared by the parameters of a group. `theta` is SPAM's: 0 clips nothing."""
+    """Settings of a step, shared by the parameters of a group.
+
+    `theta` and `unseen` are SPAM's: gradients are clipped to sqrt(theta v), and to `unseen` where v is zero. A theta of
+    0 turns clipping off; infinity clips nothing in this step, by the same kernel as the steps that clip.
+    """
 
     lr: Any  # a number, or a tensor where torch takes one
     beta1: float
@@ -22,6 +27,7 @@ class Hyper:
     maximize: bool = False
     amsgrad: bool = False
     theta: float = 0.0
+    unseen: float = math.inf
 
 
 @dataclass(frozen=True)

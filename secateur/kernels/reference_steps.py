@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,8 @@ def adamw(parts: Sequence[Part], hyper: Hyper, group: Mapping[str, Any], soft: T
             part.exp_avg.mul_(soft[0].to(part.exp_avg.device))
             part.exp_avg_sq.mul_(soft[1].to(part.exp_avg.device))
     gradients = [part.gradient for part in parts]
-    if hyper.theta > 0:
-        clipped = [clip(part.gradient, part.exp_avg_sq, hyper.theta) for part in here]
+    if 0 < hyper.theta < math.inf:
+        clipped = [clip(part.gradient, part.exp_avg_sq, hyper.theta, hyper.unseen) for part in here]
         gradients = [like(new, old) for new, old in zip(clipped, gradients, strict=True)]
     adam(
         [part.parameter for part in parts], gradients, [part.exp_avg for part in parts],
@@ -53,7 +54,7 @@ def adamw(parts: Sequence[Part], hyper: Hyper, group: Mapping[str, Any], soft: T
     zero([tensor for tensor, _ in masked], [mask for _, mask in masked])
 
 
-def clip(gradient: Tensor, second: Tensor, theta: float) -> Tensor:
-    """The gradient held to sqrt(theta v); where v is zero nothing is known yet and nothing is clipped."""
-    limit = torch.where(second > 0, (theta * second).sqrt(), torch.inf).to(gradient.dtype)
+def clip(gradient: Tensor, second: Tensor, theta: float, unseen: float = math.inf) -> Tensor:
+    """The gradient limited to sqrt(theta v), and to `unseen` where v is zero."""
+    limit = torch.where(second > 0, (theta * second).sqrt(), unseen).to(gradient.dtype)
     return torch.where(gradient.abs() > limit, limit * gradient.sign(), gradient)

@@ -20,7 +20,7 @@ COLUMNS: tl.constexpr = tl.constexpr(8)  # per tensor: up to five addresses, tha
 MASK: tl.constexpr = tl.constexpr(5)
 NUMEL: tl.constexpr = tl.constexpr(6)
 FIRST: tl.constexpr = tl.constexpr(7)
-NUMBERS: tl.constexpr = tl.constexpr(10)  # per tensor, see steps.numbers
+NUMBERS: tl.constexpr = tl.constexpr(11)  # per tensor, see steps.numbers
 
 BIT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -90,7 +90,7 @@ def _adamw(
         first = first * tl.load(soft)
         second = second * tl.load(soft + 1)
     if CLIPPED:
-        limit = tl.where(second > 0, tl.sqrt_rn(tl.load(mine + 7) * second), float("inf"))
+        limit = tl.where(second > 0, tl.sqrt_rn(tl.load(mine + 7) * second), tl.load(mine + 10))
         gradient = tl.where(gradient > limit, limit, tl.where(gradient < -limit, -limit, gradient))
     parameter = tl.fma(-tl.load(mine), parameter, parameter)
     first = tl.fma(tl.load(mine + 1), first, tl.load(mine + 8) * gradient)

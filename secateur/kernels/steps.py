@@ -16,7 +16,7 @@ from secateur.kernels.stepping import _adamw, address_rows, aligned
 from secateur.kernels.table import mask_kind, to_device
 
 GRADIENT = 1  # its place in a row
-ONE = torch.tensor(1.0, device="cpu")
+ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def adamw(parts: Sequence[Part], hyper: Hyper, soft: Tensor | None = None) -> No
 
 
 def numbers(hyper: Hyper, step: float) -> list[float]:
-    """Decay, betas, step size, one over the root of v's bias, eps, sign, theta, and one less each beta.
+    """Decay, betas, step size, one over the root of v's bias, eps, sign, theta, 1 - each beta, limit where v is 0.
 
     Rounded to fp32 where torch's fused step does, powers of the betas too, so that both walk the same way but for what
     CUDA's power is off by; only the bias of v is a factor here and a divisor there, since a second quotient per weight
@@ -97,7 +97,7 @@ def numbers(hyper: Hyper, step: float) -> list[float]:
     root = _single(_bias(hyper.beta2, step) ** 0.5)
     sign = -1.0 if hyper.maximize else 1.0
     decay = rate * _single(hyper.weight_decay)
-    return [decay, beta1, beta2, size, 1 / root, hyper.eps, sign, hyper.theta, 1 - beta1, 1 - beta2]
+    return [decay, beta1, beta2, size, 1 / root, hyper.eps, sign, hyper.theta, 1 - beta1, 1 - beta2, hyper.unseen]
 
 
 def _bias(beta: float, step: float) -> float:
