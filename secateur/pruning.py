@@ -46,6 +46,7 @@ def prune(
     memory: str | int | None = None,
     device: torch.device | str | None = None,
     progress: bool = False,
+    distributed: bool | None = None,
 ) -> Outcome:
     """Prune a trained model in place to exactly this sparsity, and say what was done.
 
@@ -58,26 +59,29 @@ def prune(
     end, "every" after every round, so that the next round measures the repaired ones. `method="sparsegpt"` is SparseGPT
     itself, which chooses by its own rule. On a GPU a model in fp32 is measured in bf16 (autocast), unless `loss` is
     given. `memory` ("24GB") limits what the GPU holds in all, weights included. A model on the host is streamed to
-    `device` block by block, if that is another. The report has the masks (`report.masks`).
+    `device` block by block, if that is another. The report has the masks (`report.masks`). Ranks of a model in
+    DistributedDataParallel or fully_shard, and those of the default group with `distributed=True`, share the batches:
+    every rank is given all of them and gets the masks that one process would.
     """
     shape = parse_pattern(pattern)
     _check(rounds, reconstruct, method, scope is None and allocation is None)
     settings: dict[str, Any] = {
         "loss": loss, "skip": skip, "only": only, "limit": limit, "memory": memory, "device": device,
-        "progress": progress, "swift": True,
+        "progress": progress, "swift": True, "distributed": distributed,
     }  # fmt: skip
     if method == SPARSEGPT:
-        return _by_sparsegpt(Subject(model, batches, **settings), sparsity, shape)
+        with Subject(model, batches, **settings) as subject:
+            return _by_sparsegpt(subject, sparsity, shape)
     chosen = resolve(score)
     check_choice(sparsity, scope or "model", shape, allocation)
-    subject = Subject(model, batches, **settings)
-    scope = scope_for(chosen, scope, shape, allocation, subject.sites)
-    wanted, select = selector(scope, shape, allocation, sparsity)
-    _in_rounds(subject, chosen, select, wanted, rounds, reconstruct)
-    how = f"{rounds} round{'s' if rounds > 1 else ''}" + (f", repaired ({reconstruct})" if reconstruct else "")
-    return subject.outcome(
-        score=str(chosen), schedule=how, scope=scope, pattern=pattern, allocation=allocation, asked=wanted
-    )
+    with Subject(model, batches, **settings) as subject:
+        scope = scope_for(chosen, scope, shape, allocation, subject.sites)
+        wanted, select = selector(scope, shape, allocation, sparsity)
+        _in_rounds(subject, chosen, select, wanted, rounds, reconstruct)
+        how = f"{rounds} round{'s' if rounds > 1 else ''}" + (f", repaired ({reconstruct})" if reconstruct else "")
+        return subject.outcome(
+            score=str(chosen), schedule=how, scope=scope, pattern=pattern, allocation=allocation, asked=wanted
+        )
 
 
 def _check(rounds: int, reconstruct: bool | str, method: str | None, plain: bool) -> None:

@@ -25,11 +25,16 @@ class Subject(Observed):
     def __init__(self, model: nn.Module, batches: Iterable[Batch] | Tensor, **settings: Any) -> None:
         super().__init__(model, batches, **settings)
         self.updates: list[Update] = []
+        self._sent = 0  # bytes, until the last update
         self._cuts: list[float | None] = [None] * len(self.sites)
         self._churn = [0] * len(self.sites)
-        self.held = Held([site.parameter.detach() for site in self.sites])
-        self.reserved = 2 * self.held.nbytes  # new masks beside those that are held
-        self._already_gone()
+        try:
+            self.held = Held([site.parameter.detach() for site in self.sites])
+            self.reserved = 2 * self.held.nbytes  # new masks beside those that are held
+            self._already_gone()
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
     def _already_gone(self) -> None:
         """Weights that are zero are gone already: they do not compete and never return."""
@@ -87,7 +92,8 @@ class Subject(Observed):
         """Write down what has become of the masks."""
         self._churn = [now - then for now, then in zip(self.held.dead, self._before, strict=True)]
         self._before = list(self.held.dead)
-        self.updates.append(Update(len(self.updates) + 1, asked, sum(self._before), sum(self._churn), seconds, 0))
+        sent, self._sent = self.ranks.bytes_sent - self._sent, self.ranks.bytes_sent
+        self.updates.append(Update(len(self.updates) + 1, asked, sum(self._before), sum(self._churn), seconds, sent))
 
     @torch.no_grad()
     def apply(self) -> None:
