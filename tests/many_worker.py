@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import secateur as sc
@@ -37,6 +38,24 @@ class Recurrent(nn.Module):
         return self.outer(x)
 
 
+class Choice(nn.Module):
+    """Each row goes to one of four layers, by the signs of two features: pruned, some rows go elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.experts = nn.Linear(12, 12), nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.inner(x)
+        chosen = 2 * (x[:, 0] > 0) + (x[:, 1] > 0)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
 def llama() -> nn.Module:
     from tests import tiny
 
@@ -54,6 +73,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(12, 37), nn.ReLU(), nn.Linear(37, 9), nn.Linear(9, 5, bias=False)),
     "dead": dead,
     "recurrent": Recurrent,
+    "choice": lambda: nn.Sequential(Choice(), Choice()),
     "moe": lambda: Rows(Experts, 16),
     "llama": llama,
 }
@@ -185,6 +205,10 @@ def refusals() -> dict[str, Any]:
     dense = network("mlp").state_dict()
     found["restored"] = all(torch.equal(whole(p.detach()), dense[name]) for name, p in sharded.named_parameters())
     found["type"] = type(sharded).__name__
+    parallel = network("mlp")
+    for layer in (parallel[0], parallel[2]):
+        parallelize_module(layer, init_device_mesh("cpu", (2,)), ColwiseParallel())
+    found["parallel"] = said(lambda: sc.prune(parallel, batches("mlp")))
     if rank == 0:  # nobody else calls
         found["by itself"] = said(lambda: sc.prune(model, batches("mlp"), distributed=False))
     return found

@@ -22,6 +22,7 @@ CASES = [
     *(f"ddp moe {method}" for method in ("variance", "wanda", "recommended", "sparsegpt", "exact")),
     *(f"ddp recurrent {method}" for method in ("wanda", "recommended", "sparsegpt")),
     *(f"ddp llama {method}" for method in LLAMA),
+    *(f"ddp choice {method}" for method in ("wanda", "recommended", "sparsegpt")),
     "ddp dead variance",
     "ddp mlp recommended 2",  # fewer batches than ranks
     "ddp llama blocks 2",
@@ -69,6 +70,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
         assert found["weights"].startswith("ShardError: The weights of rank 1 are not those of rank 0.")
         assert found["settings"].startswith("ShardError: ")
         assert found["sharded"].startswith("ShardError: distributed=False is for whole models")
+        assert found["parallel"].startswith("ShardError: A parameter 'weight' of shape (37, 12) is distributed, but")
         assert found["restored"] is True
         assert found["type"] == "FSDPSequential"
     assert first["none"].startswith("ShardError: Rank 1 failed, so every rank stops: FactError: There are no batches")
