@@ -168,6 +168,15 @@ def first_in(batch: Batch) -> Tensor | None:
     return next((part for part in parts if isinstance(part, Tensor)), None)
 
 
+def tensors_in(batch: Batch) -> Iterator[Tensor]:
+    """Every tensor in a batch, whatever holds it."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | tuple | list):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_in(part)
+
+
 @contextmanager
 def halved(model: nn.Module) -> Iterator[None]:
     """Inside, fp32 parameters are rounded to bf16, so that what lies between products is half as large too; afterwards

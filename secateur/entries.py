@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from secateur.blocks import first_tensor, standing_in
+from secateur.shards import SOLO, Ranks
 from secateur.sites import Site
 
 ROOM = {"cpu": 4 << 30, "cuda": 8 << 30}  # bytes of states that may be kept for blocks that are asked for later
@@ -17,8 +18,10 @@ ROOM = {"cpu": 4 << 30, "cuda": 8 << 30}  # bytes of states that may be kept for
 class Entries:
     """Of some blocks, what enters them for every batch. Good until a weight before them changes."""
 
-    def __init__(self, blocks: Sequence[nn.Module], batches: int, first_loss: Callable[[], float]) -> None:
-        self._blocks, self._batches, self._first_loss = blocks, batches, first_loss
+    def __init__(
+        self, blocks: Sequence[nn.Module], batches: int, first_loss: Callable[[], float], ranks: Ranks = SOLO
+    ) -> None:
+        self._blocks, self._batches, self._first_loss, self._ranks = blocks, batches, first_loss, ranks
         self._inside = [{id(parameter) for parameter in block.parameters()} for block in blocks]
         self._states: dict[int, list[Tensor]] = {}
         self._returns: dict[int, int] = {}  # 0 if a block returns its state alone, or the length of a tuple with Nones
@@ -42,26 +45,34 @@ class Entries:
         """Inside, every batch runs once, in order; blocks before these sites are left out if what enters the first of
         theirs is known, and otherwise watched so that it will be."""
         number = self.first(sites)
+        if number and number not in self._trusted:
+            self._judge(number)
         if number == 0 or self._trusted.get(number) is False:
             yield
-        elif number in self._states and self._trust(number):
+        elif number in self._states and self._trusted.get(number):
             with self._skipping(number):
                 yield
         else:
             with self._watching(number):
                 yield
 
+    def _judge(self, number: int) -> None:
+        """Settle whether blocks before this one may be left out, once the states that enter it are known. The first
+        rank, which has the first batch, decides for all."""
+        mine = int(self._trust(number)) if self._ranks.rank == 0 and number in self._states else -1
+        verdict = self._ranks.tell("states of blocks", [mine])[0][0]
+        if verdict >= 0:
+            self._trusted[number] = bool(verdict)
+
     def _trust(self, number: int) -> bool:
         """Blocks may have other ways to each other than the state; then the loss differs, and nothing is left out."""
-        if number not in self._trusted:
-            whole = self._first_loss()
-            try:
-                with self._skipping(number):
-                    short = self._first_loss()
-            except Exception:  # the model wanted more of an early block than its state
-                short = float("nan")
-            self._trusted[number] = abs(short - whole) <= 1e-6 * abs(whole)
-        return self._trusted[number]
+        whole = self._first_loss()
+        try:
+            with self._skipping(number):
+                short = self._first_loss()
+        except Exception:  # the model wanted more of an early block than its state
+            short = float("nan")
+        return abs(short - whole) <= 1e-6 * abs(whole)
 
     @contextmanager
     def _watching(self, last: int) -> Iterator[None]:

@@ -12,6 +12,7 @@ from secateur.calibration import Batch, Loss, device_of, halved, quiet, real_pos
 from secateur.errors import FactError
 from secateur.ferry import Ferry
 from secateur.inputs import Inputs
+from secateur.shards import SOLO, Ranks
 from secateur.shelf import Shelf, empty_on_host
 from secateur.sites import Site
 
@@ -32,7 +33,8 @@ class Gradients:
 
     Those of the first `room` weights stay where the weights are, the others on the host, from where each is fetched
     when its gradient is there. Kept in bf16, means are rounded up or down by chance, so that what is small beside them
-    still counts on average.
+    still counts on average. With several ranks, gradients wait for the end of a turn and are then folded in on every
+    rank, batch after batch: the same sums in the same order as in one process.
     """
 
     def __init__(
@@ -42,8 +44,11 @@ class Gradients:
         batches: int,
         dtype: torch.dtype = torch.float32,
         room: int | None = None,
+        ranks: Ranks = SOLO,
     ) -> None:
-        self._sites, self._share = sites, 1 / batches
+        self._sites, self._share, self._ranks = sites, 1 / batches, ranks
+        self._numbers = {id(site.parameter): number for number, site in enumerate(sites)}
+        self._waiting: list[tuple[int, Tensor]] = []  # this rank's gradients of a turn, in the order they came
         names = [name for name in GRADIENT_FACTS if name in wanted]
         self.facts: dict[str, dict[str, Tensor]] = {}
         for site in sites:
@@ -71,6 +76,24 @@ class Gradients:
 
     def fold(self, parameter: Tensor, gradient: Tensor) -> None:
         """Take in a batch's gradient of a parameter, wherever it is."""
+        facts = self._of.get(id(parameter), {})
+        if self._ranks.size == 1:
+            self._fold(parameter, gradient)
+        elif facts:  # kept where the statistic is: where that has no room, gradients have none
+            self._waiting.append((self._numbers[id(parameter)], gradient.to(next(iter(facts.values())).device)))
+
+    def exchange(self, device: torch.device) -> None:
+        """The end of a turn: fold in the gradients of all ranks, on this device."""
+        waiting, self._waiting = self._waiting, []
+        self._ranks.share("gradients", waiting, self._take, device)
+
+    def _take(self, number: int, gradient: Tensor) -> None:
+        parameter = self._sites[number].parameter
+        if not parameter.is_contiguous():  # laid out as backward does, so that kernels round alike
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+        self._fold(parameter, gradient)
+
+    def _fold(self, parameter: Tensor, gradient: Tensor) -> None:
         for name, statistic in self._of.get(id(parameter), {}).items():
             with self._shelf.lent(statistic, gradient.device) as near:
                 if near.dtype == torch.float32 or name not in MEANS:
@@ -114,39 +137,51 @@ def gather_gradients(
     every: bool = False,
     watch: Inputs | None = None,
     tick: Callable[[], None] = lambda: None,
+    ranks: Ranks = SOLO,
 ) -> Mapping[str, dict[str, Tensor]]:
     """Facts of each site by name, from one backward pass for every batch; `watch` stands around the forward passes.
     With `rounded`, of a model whose fp32 parameters are rounded to bf16 meanwhile. If these are `every` site of the
-    model, the loss must depend on one."""
+    model, the loss must depend on one. Each of the `ranks` takes its share of the batches."""
     device = device_of(model) if ferry is None else ferry.device
     torch.clear_autocast_cache()  # where autocast is on outside, it would go on with casts of what weights once were
-    trained, gathering = [site.parameter for site in sites], Gradients(sites, wanted, len(batches), dtype, room)
+    trained, gathering = [site.parameter for site in sites], Gradients(sites, wanted, len(batches), dtype, room, ranks)
     before: Tensor | None = None
     depends = False
     crossing = nullcontext() if ferry is None else ferry.delivering(gathering.fold)
     with quiet(model, trained), torch.enable_grad(), gathering, crossing, halved(model) if rounded else nullcontext():
-        for batch in batches:
-            batch = to_device(batch, device)
+        for turn in range(ranks.turns(len(batches))):
+            for number in ranks.mine(len(batches))[turn : turn + 1]:
+                value = _backward(model, to_device(batches[number], device), loss, watch)
+                depends |= value.requires_grad
+                _check_number(before)  # not this one, for which a device would have to be waited for
+                before = value.detach()
+            gathering.exchange(device)
             if watch is not None:
-                watch.batch(real_positions(model, batch))
-            with watch or nullcontext():
-                value = loss(model, batch)
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise FactError(f"The loss must be one number that depends on the weights; it is {shape}.")
-            if value.requires_grad:  # or else these weights had no part in this batch's loss
-                depends = True
-                value.backward()
-            _check_number(before)  # not this one, for which a device would have to be waited for
-            before = value.detach()
+                watch.finish(ranks, device)
             tick()
         _check_number(before)
-    if not depends and every:
+    if watch is not None:
+        watch.agree(ranks)
+    if every and not any(told[0] for told in ranks.tell("loss", [depends])):
         raise FactError(
             "The loss does not depend on any prunable weight: it has no gradient in any batch. Compute it without"
             " no_grad, detach, item or argmax, from the output of the model that is passed to loss(model, batch)."
         )
     return gathering.facts
+
+
+def _backward(model: nn.Module, batch: Batch, loss: Loss, watch: Inputs | None) -> Tensor:
+    """The loss of a batch, after its backward pass if these weights had a part in it."""
+    if watch is not None:
+        watch.batch(real_positions(model, batch))
+    with watch or nullcontext():
+        value = loss(model, batch)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise FactError(f"The loss must be one number that depends on the weights; it is {shape}.")
+    if value.requires_grad:
+        value.backward()
+    return value
 
 
 def _check_number(loss: Tensor | None) -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from secateur.calibration import Batch, device_of, quiet, real_positions, to_device
 from secateur.errors import FactError
+from secateur.shards import SOLO, Ranks
 from secateur.sites import Site
 
 # Where an operation takes its two factors. `linear` contracts the last dimension of both, all others the last of the
@@ -57,6 +58,7 @@ class Inputs(TorchFunctionMode):
     `squares[site]` is the sum of squares of every input feature, `[matrices, features]` (a matrix for each expert or
     group of a convolution), and `tokens[site]` how many inputs each matrix has had. With `products`, `products[site]`
     is X^T X, `[matrices, features, features]`. `touched` names the sites that took part in any computation at all.
+    Each batch is summed by itself and added to the totals by `finish`, so that several ranks can add theirs in order.
     """
 
     def __init__(self, sites: Sequence[Site], products: bool = False) -> None:
@@ -69,6 +71,8 @@ class Inputs(TorchFunctionMode):
         self.squares: dict[str, Tensor] = {}
         self.tokens: dict[str, Tensor] = {}
         self.products: dict[str, Tensor] = {}
+        self._totals = {"squares": self.squares, "tokens": self.tokens, "products": self.products}
+        self._sums: dict[tuple[str, str], Tensor] = {}  # of the batch that is watched, by kind and site
 
     def watch(self, sites: Sequence[Site]) -> None:
         """Watch these from now on."""
@@ -78,6 +82,30 @@ class Inputs(TorchFunctionMode):
     def batch(self, real: Sequence[Tensor]) -> None:
         """Announce a batch: masks `[batch, positions]` that are False at padding, none where nothing is padded."""
         self._real, self._selected = list(real), None
+
+    def finish(self, ranks: Ranks, device: torch.device) -> None:
+        """Add the sums of the batch that was watched to the totals; with several ranks, those of every rank's batch."""
+        keys = [(kind, site.name) for kind in self._totals for site in self._watched]
+        found = [(number, self._sums[key]) for number, key in enumerate(keys) if key in self._sums]
+        self._sums = {}
+
+        def take(number: int, value: Tensor) -> None:
+            kind, name = keys[number]
+            if name in self._totals[kind]:
+                self._totals[kind][name] += value
+            else:
+                self._totals[kind][name] = value if ranks.size == 1 else value.clone()  # not a part of what was sent
+
+        ranks.share("inputs", found, take, device)
+
+    def agree(self, ranks: Ranks) -> None:
+        """Have the same sites touched on every rank."""
+        self.touched |= self._anywhere(ranks, self.touched)
+
+    def _anywhere(self, ranks: Ranks, names: Collection[str]) -> set[str]:
+        """Sites that are among these names on any rank."""
+        told = ranks.tell("sites", [number for number, site in enumerate(self._watched) if site.name in names])
+        return {self._watched[number].name for row in told for number in row}
 
     def _find(self) -> None:
         """Weights are known by where they lie in memory; several may share a storage."""
@@ -173,17 +201,21 @@ class Inputs(TorchFunctionMode):
     def _add(self, site: Site, first: int, inputs: Tensor) -> None:
         """Add inputs, `[matrices, tokens, features]`, to those matrices of a site that begin at `first`."""
         matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else len(inputs)
-        width, device = inputs.shape[-1], inputs.device
-        if site.name not in self.squares:
-            self.squares[site.name] = torch.zeros(matrices, width, dtype=torch.float32, device=device)
-            self.tokens[site.name] = torch.zeros(matrices, dtype=torch.int64, device=device)
-        where = slice(first, first + len(inputs))
-        self.squares[site.name][where] += inputs.float().square().sum(1)
-        self.tokens[site.name][where] += inputs.shape[1]
+        tokens = torch.full((len(inputs),), inputs.shape[1], dtype=torch.int64, device=inputs.device)
+        self._sum("tokens", site, first, matrices, tokens)
+        self._sum("squares", site, first, matrices, inputs.float().square().sum(1))
         if self._products:
-            if site.name not in self.products:
-                self.products[site.name] = torch.zeros(matrices, width, width, dtype=torch.float32, device=device)
-            self.products[site.name][where] += product_of(inputs, inputs)
+            self._sum("products", site, first, matrices, product_of(inputs, inputs))
+
+    def _sum(self, kind: str, site: Site, first: int, matrices: int, value: Tensor) -> None:
+        """Add to what this batch has for the matrices of a site that begin at `first`, of so many."""
+        key = kind, site.name
+        if key not in self._sums and len(value) == matrices:
+            self._sums[key] = value
+            return
+        if key not in self._sums:
+            self._sums[key] = torch.zeros(matrices, *value.shape[1:], dtype=value.dtype, device=value.device)
+        self._sums[key][first : first + len(value)] += value
 
     def reached(self, site: Site) -> Tensor:
         """Of each matrix of a site, whether it had inputs. Of one that computed unseen, all count as reached."""
@@ -211,8 +243,8 @@ class Reach(Inputs):
 
     def _add(self, site: Site, first: int, inputs: Tensor) -> None:
         matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else len(inputs)
-        fresh = torch.zeros(matrices, dtype=torch.int64, device=inputs.device)
-        self.tokens.setdefault(site.name, fresh)[first : first + len(inputs)] += inputs.shape[1]
+        tokens = torch.full((len(inputs),), inputs.shape[1], dtype=torch.int64, device=inputs.device)
+        self._sum("tokens", site, first, matrices, tokens)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -274,15 +306,20 @@ def gather_inputs(
     forward: Callable[[nn.Module, Batch], Any],
     device: torch.device | None = None,
     tick: Callable[[], None] = lambda: None,
+    ranks: Ranks = SOLO,
 ) -> None:
-    """One forward pass for every batch, watched."""
+    """One forward pass for every batch, watched. Each of the `ranks` takes its share of the batches."""
     device = device or device_of(model)
-    with quiet(model), torch.no_grad(), watch:
-        for batch in batches:
-            batch = to_device(batch, device)
-            watch.batch(real_positions(model, batch))
-            forward(model, batch)
+    with quiet(model), torch.no_grad():
+        for turn in range(ranks.turns(len(batches))):
+            for number in ranks.mine(len(batches))[turn : turn + 1]:
+                batch = to_device(batches[number], device)
+                watch.batch(real_positions(model, batch))
+                with watch:
+                    forward(model, batch)
+            watch.finish(ranks, device)
             tick()
+    watch.agree(ranks)
 
 
 def check_seen(watch: Inputs, sites: Collection[Site]) -> None:

@@ -18,7 +18,7 @@ from secateur.probing import Metric, Wardrobe, alone, check_probe, share_gone
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.sites import Globs
-from secateur.subject import Subject
+from secateur.subject import Subject, undone_on_error
 from secateur.veto import Probe, Trial
 
 TRIES = 7  # tolerances that are tried when a level fails: none, then ever closer to the largest that will do
@@ -50,13 +50,15 @@ def probe_until(
     memory: str | int | None = None,
     device: torch.device | str | None = None,
     progress: bool = False,
+    distributed: bool | None = None,
 ) -> Outcome:
     """Probe at `start`, then at `step` more, and so on, while `evaluate(model)` (higher is better, on data that is not
     among the batches) is at most `max_drop` below what it was.
 
     A level that falls further is tried again with smaller tolerances (`tune`; "both" goes back one level further and
     repeats that one too); if none will do, the model is as after the last good level, dense if there was none. The
-    search also ends when `PLATEAU` levels in a row prune nothing more. The report lists every level.
+    search also ends when `PLATEAU` levels in a row prune nothing more. The report lists every level. `distributed` is
+    as in `prune`; what `evaluate` says on the first rank decides.
     """
     check_probe(order, group, shrink, tolerance, exact=False)
     if not (0 < start < 1 and step > 0 and max_drop >= 0):
@@ -65,14 +67,15 @@ def probe_until(
         raise ScheduleError(f"tune is False, True or 'both', not {tune!r}.")
     chosen = resolve(score)
     check_choice(start, scope or "model", None, None)
-    subject = Subject(
-        model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress
-    )
-    scope = scope_for(chosen, scope, None, None, subject.sites)
-    _, select = selector(scope, None, None, start)
-    work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
-    search = _Search(work, Wardrobe(subject), evaluate, max_drop, tune, refresh)
-    with search.wardrobe.undone_on_error():
+    with undone_on_error() as undo, Subject(
+        model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
+        distributed=distributed,
+    ) as subject:  # fmt: skip
+        scope = scope_for(chosen, scope, None, None, subject.sites)
+        _, select = selector(scope, None, None, start)
+        work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
+        search = _Search(work, Wardrobe(subject), evaluate, max_drop, tune, refresh)
+        undo.append(search.wardrobe.take_off)
         search.run(start, step, tolerance)
         found = [*search.history, alone(work, search.wardrobe, "", evaluate, refresh)]
         how = f"{order} probes from {start:g} by {step:g}, shrink {shrink:g}, tolerance {tolerance:g}"
@@ -96,7 +99,7 @@ class _Search:
 
     def run(self, start: float, step: float, tolerance: float) -> None:
         subject = self.work.subject
-        initial = float(self.evaluate(subject.model))
+        initial = subject.judge(self.evaluate)
         if not math.isfinite(initial):
             raise ScheduleError(f"evaluate(model) gave {initial} before anything was pruned: nothing can be compared.")
         self.history.append(("dense", initial))
@@ -110,7 +113,7 @@ class _Search:
                 better = self._tuned(level, tolerance, trials, initial)
                 if better is None:
                     self._wear(self.good[-1])
-                    self.history.append((f"back to sparsity {subject.sparsity:.4f}", self.evaluate(subject.model)))
+                    self.history.append((f"back to sparsity {subject.sparsity:.4f}", subject.judge(self.evaluate)))
                     return
                 tolerance = better
             self.good = [*self.good[-1:], self._masks()]
@@ -131,7 +134,7 @@ class _Search:
         self.work.wear(masks)
 
     def _measure(self, level: float, tolerance: float) -> float:
-        figure = float(self.evaluate(self.work.subject.model))
+        figure = self.work.subject.judge(self.evaluate)
         name = f"level {level:.3g}, tolerance {tolerance:.4g}, sparsity {self.work.subject.sparsity:.4f}"
         self.history.append((name, figure))
         return figure

@@ -18,7 +18,7 @@ from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.shelf import on_host
 from secateur.sites import Globs, unfit_for
-from secateur.subject import Subject
+from secateur.subject import Subject, undone_on_error
 from secateur.thrift import fits_twice
 from secateur.tiles import parse_pattern
 from secateur.veto import Probe
@@ -65,14 +65,9 @@ class Wardrobe:
         finally:
             self.put_on(self._subject.held.masks)
 
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Any exception inside, Ctrl-C among them, leaves the dense weights in place."""
-        try:
-            yield
-        except BaseException:
-            self.put_on(None)
-            raise
+    def take_off(self) -> None:
+        """The dense weights again."""
+        self.put_on(None)
 
 
 def alone(work: Probe, wardrobe: Wardrobe, what: str, metric: Metric, anew: bool = False) -> tuple[str, float]:
@@ -83,7 +78,7 @@ def alone(work: Probe, wardrobe: Wardrobe, what: str, metric: Metric, anew: bool
         masks = work.kept_at(subject.sparsity, refresh=anew, anew=True)
     with wardrobe.wearing(masks):
         name = f"{what}{work.score.name} alone at sparsity {share_gone(masks, subject):.4f}"
-        return name, float(metric(subject.model))
+        return name, subject.judge(metric)
 
 
 def share_gone(masks: Sequence[Tensor], subject: Subject) -> float:
@@ -115,6 +110,7 @@ def probe(
     memory: str | int | None = None,
     device: torch.device | str | None = None,
     progress: bool = False,
+    distributed: bool | None = None,
 ) -> Outcome:
     """Prune what a score proposes and the gradients agree to (GradProbe).
 
@@ -125,7 +121,8 @@ def probe(
     unless `refresh`. With `exact`, a tenth more candidates are tried, and those whose score times the root of their
     gradient's growth is lowest go until the asked sparsity is met. The report sets the score alone beside it, at the
     sparsity that was achieved, by `evaluate(model)` or else by the loss over the batches; `tolerances` are tried on the
-    gradients of a joint probe and reported too. Any error, and Ctrl-C, leaves the model as it was, to the bit.
+    gradients of a joint probe and reported too. `distributed` is as in `prune`; what `evaluate` says on the first rank
+    counts. Any error, and Ctrl-C, leaves the model as it was, to the bit.
     """
     check_probe(order, group, shrink, tolerance, exact)
     chosen, shape = resolve(score), parse_pattern(pattern)
@@ -134,18 +131,18 @@ def probe(
         raise PatternError("The veto lets single weights go, which breaks a pattern: pass exact=True, or no pattern.")
     if tolerances and order != "joint":
         raise PatternError("tolerances are tried on the gradients of one joint probe; use order='joint'.")
-    subject = Subject(
+    with undone_on_error() as undo, Subject(
         model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
-        unfit=unfit_for(shape),
-    )  # fmt: skip
-    scope = scope_for(chosen, scope, shape, allocation, subject.sites)
-    if exact and order != "joint" and scope == "model":
-        raise PatternError('exact=True layer after layer needs a sparsity for each layer: pass scope="layer" or "row".')
-    wanted, select = selector(scope, shape, allocation, sparsity)
-    work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
-    pool = min(0.999, EXACT_POOL * wanted) if exact else wanted
-    wardrobe = Wardrobe(subject)
-    with wardrobe.undone_on_error():
+        unfit=unfit_for(shape), distributed=distributed,
+    ) as subject:  # fmt: skip
+        scope = scope_for(chosen, scope, shape, allocation, subject.sites)
+        if exact and order != "joint" and scope == "model":
+            raise PatternError('exact=True layer by layer needs a sparsity for each layer: scope="layer" or "row".')
+        wanted, select = selector(scope, shape, allocation, sparsity)
+        work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
+        pool = min(0.999, EXACT_POOL * wanted) if exact else wanted
+        wardrobe = Wardrobe(subject)
+        undo.append(wardrobe.take_off)
         found = _judged(work, wardrobe, evaluate, tolerances, refresh, pool, tolerance, wanted if exact else None)
         return subject.outcome(
             score=str(chosen), schedule=f"{order} probe, shrink {shrink:g}, tolerance {tolerance:g}", scope=scope,
@@ -167,17 +164,17 @@ def _judged(
     subject = work.subject
     metric = evaluate or (lambda _: mean_loss(subject))
     what = "" if evaluate else "loss on the first batches, "
-    found = [(f"{what}before", float(metric(subject.model)))]
+    found = [(f"{what}before", subject.judge(metric))]
     began = time.perf_counter()
     trials = work.level(pool, tolerance, refresh, exactly)
     subject.record(pool, time.perf_counter() - began)
-    found.append((f"{what}after", float(metric(subject.model))))
+    found.append((f"{what}after", subject.judge(metric)))
     found.append(alone(work, wardrobe, what, metric, refresh))
     for other in tolerances:
         worn = [work.without(trial, other) for trial in trials]
         with wardrobe.wearing(worn):
             gone = share_gone(worn, subject)
-            found.append((f"{what}tolerance {other:g}, sparsity {gone:.4f}", float(metric(subject.model))))
+            found.append((f"{what}tolerance {other:g}, sparsity {gone:.4f}", subject.judge(metric)))
     return found
 
 

@@ -20,7 +20,7 @@ from secateur.report import Outcome
 from secateur.schedules import cubic
 from secateur.shelf import on_host
 from secateur.sites import Globs, unfit_for
-from secateur.subject import Subject
+from secateur.subject import Subject, undone_on_error
 from secateur.targets import Selection
 from secateur.tiles import Pattern, parse_pattern
 
@@ -46,6 +46,7 @@ def prune(
     memory: str | int | None = None,
     device: torch.device | str | None = None,
     progress: bool = False,
+    distributed: bool | None = None,
 ) -> Outcome:
     """Prune a trained model in place to exactly this sparsity, and say what was done.
 
@@ -58,7 +59,9 @@ def prune(
     end, "every" after every round, so that the next round measures the repaired ones. `method="sparsegpt"` is SparseGPT
     itself, which chooses by its own rule. On a GPU a model in fp32 is measured in bf16 (autocast), unless `loss` is
     given. `memory` ("24GB") limits what the GPU holds in all, weights included. A model on the host is streamed to
-    `device` block by block, if that is another. The report has the masks (`report.masks`).
+    `device` block by block, if that is another. The report has the masks (`report.masks`). Ranks of a model in
+    DistributedDataParallel or fully_shard, and those of the default group with `distributed=True`, share the batches:
+    every rank is given all of them and gets the masks that one process would.
 
     Any error, and Ctrl-C, leaves the model as it was, to the bit. For that the host keeps the weights that are pruned,
     or, with `reconstruct` or "sparsegpt", a copy of all prunable weights.
@@ -67,19 +70,21 @@ def prune(
     _check(rounds, reconstruct, method, scope is None and allocation is None)
     settings: dict[str, Any] = {
         "loss": loss, "skip": skip, "only": only, "limit": limit, "memory": memory, "device": device,
-        "progress": progress, "swift": True,
+        "progress": progress, "swift": True, "distributed": distributed,
         "unfit": sparsegpt_unfit(shape) if method == SPARSEGPT else unfit_for(shape),
     }  # fmt: skip
     if method == SPARSEGPT:
-        return _by_sparsegpt(Subject(model, batches, **settings), sparsity, shape)
+        with undone_on_error() as undo, Subject(model, batches, **settings) as subject:
+            undo.append(subject.undoing(_on_host(subject)))
+            return _by_sparsegpt(subject, sparsity, shape)
     chosen = resolve(score)
     check_choice(sparsity, scope or "model", shape, allocation)
-    subject = Subject(model, batches, **settings)
-    scope = scope_for(chosen, scope, shape, allocation, subject.sites)
-    wanted, select = selector(scope, shape, allocation, sparsity)
-    how = f"{rounds} round{'s' if rounds > 1 else ''}" + (f", repaired ({reconstruct})" if reconstruct else "")
-    dense = _on_host(subject) if reconstruct else None
-    with subject.undone_on_error(dense):
+    with undone_on_error() as undo, Subject(model, batches, **settings) as subject:
+        scope = scope_for(chosen, scope, shape, allocation, subject.sites)
+        wanted, select = selector(scope, shape, allocation, sparsity)
+        how = f"{rounds} round{'s' if rounds > 1 else ''}" + (f", repaired ({reconstruct})" if reconstruct else "")
+        dense = _on_host(subject) if reconstruct else None
+        undo.append(subject.undoing(dense))
         _in_rounds(subject, chosen, select, wanted, rounds, reconstruct, dense or {})
         return subject.outcome(
             score=str(chosen), schedule=how, scope=scope, pattern=pattern, allocation=allocation, asked=wanted
@@ -130,9 +135,8 @@ def _by_sparsegpt(subject: Subject, sparsity: float | None, pattern: Pattern | N
     if pattern is not None and pattern.kept is None:
         raise PatternError(f"{SPARSEGPT!r} knows n:m patterns, not {pattern.text!r}.")
     began = time.perf_counter()
-    with subject.undone_on_error(_on_host(subject)):
-        masks = sparsegpt(subject, wanted, pattern)
-        masks = [to_bits(mask) for mask in masks] if subject.held.packed else masks
-        subject.take(Selection(masks, [None] * len(masks)), wanted, time.perf_counter() - began)
-        text = None if pattern is None else pattern.text
-        return subject.outcome(score=SPARSEGPT, schedule="1 round", scope="layer", pattern=text, asked=wanted)
+    masks = sparsegpt(subject, wanted, pattern)
+    masks = [to_bits(mask) for mask in masks] if subject.held.packed else masks
+    subject.take(Selection(masks, [None] * len(masks)), wanted, time.perf_counter() - began)
+    text = None if pattern is None else pattern.text
+    return subject.outcome(score=SPARSEGPT, schedule="1 round", scope="layer", pattern=text, asked=wanted)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,18 +21,35 @@ from secateur.report import Outcome, TensorRow, Update
 from secateur.targets import Selection, Target
 
 
+@contextmanager
+def undone_on_error() -> Iterator[list[Callable[[], None]]]:
+    """Any exception inside, Ctrl-C among them, is followed by whatever was put on the list."""
+    undo: list[Callable[[], None]] = []
+    try:
+        yield undo
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        raise
+
+
 class Subject(Observed):
     """Holds what `prune` and `probe` work with."""
 
     def __init__(self, model: nn.Module, batches: Iterable[Batch] | Tensor, **settings: Any) -> None:
         super().__init__(model, batches, **settings)
         self.updates: list[Update] = []
+        self._sent = 0  # bytes, until the last update
         self._cuts: list[float | None] = [None] * len(self.sites)
         self._churn = [0] * len(self.sites)
-        self.held = Held([site.parameter.detach() for site in self.sites])
-        self.reserved = 2 * self.held.nbytes  # new masks beside those that are held
         self._gone: list[tuple[Tensor, Tensor, Tensor]] | None = None  # weights, where they were pruned, what was there
-        self._already_gone()
+        try:
+            self.held = Held([site.parameter.detach() for site in self.sites])
+            self.reserved = 2 * self.held.nbytes  # new masks beside those that are held
+            self._already_gone()
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
     def _already_gone(self) -> None:
         """Weights that are zero are gone already: they do not compete and never return."""
@@ -78,25 +96,21 @@ class Subject(Observed):
         )
         return floors
 
-    @contextmanager
-    def undone_on_error(self, dense: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Any exception inside, Ctrl-C among them, leaves the weights as they were before, to the bit.
+    def undoing(self, dense: Mapping[str, Tensor] | None = None) -> Callable[[], None]:
+        """What makes the weights what they are now, to the bit, whatever is pruned from here on.
 
         From the `dense` weights by name, where surviving weights change too. Otherwise the host keeps the values that
         are pruned: as many bytes as the share of the weights that goes, and a bit for each weight and round.
         """
         self._gone = [] if dense is None else None
-        try:
-            yield
-        except BaseException:
-            with torch.no_grad():
-                for site in self.sites if dense is not None else ():
-                    site.parameter.detach().copy_(dense[site.name])  # type: ignore[index]
-                for weight, bits, values in self._gone or ():
-                    weight[as_bool(bits.to(weight.device), weight.shape)] = values.to(weight.device)
-            raise
-        finally:
-            self._gone = None
+        return partial(self._restore, dense or {})
+
+    @torch.no_grad()
+    def _restore(self, dense: Mapping[str, Tensor]) -> None:
+        for site in self.sites if dense else ():
+            site.parameter.detach().copy_(dense[site.name])
+        for weight, bits, values in self._gone or ():
+            weight[as_bool(bits.to(weight.device), weight.shape)] = values.to(weight.device)
 
     @torch.no_grad()
     def _keep(self, kept: list[tuple[Tensor, Tensor, Tensor]], masks: Sequence[Tensor]) -> None:
@@ -119,7 +133,8 @@ class Subject(Observed):
         """Write down what has become of the masks."""
         self._churn = [now - then for now, then in zip(self.held.dead, self._before, strict=True)]
         self._before = list(self.held.dead)
-        self.updates.append(Update(len(self.updates) + 1, asked, sum(self._before), sum(self._churn), seconds, 0))
+        sent, self._sent = self.ranks.bytes_sent - self._sent, self.ranks.bytes_sent
+        self.updates.append(Update(len(self.updates) + 1, asked, sum(self._before), sum(self._churn), seconds, sent))
 
     @torch.no_grad()
     def apply(self) -> None:

@@ -100,8 +100,9 @@ def build(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(*layers).to(GPU, dtype)
 
 
+TRAINING = [score for score in sc.scores() if score not in ("wanda", "gradient")]  # those need batches of their own
 SETTINGS: list[dict[str, Any]] = [
-    *({"score": score, "sparsity": sc.cubic(0.6, begin=0, end=12)} for score in sc.scores() if score != "wanda"),
+    *({"score": score, "sparsity": sc.cubic(0.6, begin=0, end=12)} for score in TRAINING),
     {"score": "bitter7", "scope": "layer", "sparsity": 0.5},
     {"score": "bitter7", "scope": "row", "sparsity": 0.37},
     {"score": "magnitude", "pattern": "2:4", "sparsity": None},

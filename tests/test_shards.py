@@ -18,14 +18,14 @@ ROOT = Path(__file__).parent.parent
 Results = dict[str, Any]
 
 
-def launch(out: Path, ranks: int, *jobs: str) -> Results:
+def launch(out: Path, ranks: int, *jobs: str, worker: str = "tests.distributed_worker") -> Results:
     """The jobs run one after another in `ranks` processes under torchrun, on gloo."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*torchrun, "-m", "tests.distributed_worker", str(out), *jobs]
+    command = [*torchrun, "-m", worker, str(out), *jobs]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     results: Results = torch.load(out, weights_only=True)
