@@ -6,8 +6,8 @@ projections and stacked experts need no names and no classes. Positions that the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ PRODUCTS: dict[Any, tuple[int, int]] = {
 }
 LINEAR = (torch.nn.functional.linear, torch.ops.aten.linear.default)
 # What these do inside is only seen below autograd.
-COMPOSED = (nn.functional.multi_head_attention_forward, torch.einsum)
+ATTENTION = nn.functional.multi_head_attention_forward
+COMPOSED = (ATTENTION, torch.einsum)
 LOWER_PRODUCTS: dict[Any, tuple[int, int]] = {
     torch.ops.aten.addmm.default: (1, 2),
     torch.ops.aten.mm.default: (0, 1),
@@ -130,8 +131,19 @@ class Inputs(TorchFunctionMode):
             self._select(*args, **kwargs)
         if len(self.touched) < len(self._watched) and getattr(func, "__name__", "") not in QUESTIONS:
             self._touch((*args, *kwargs.values()))
-        with _Lower(self) if func in COMPOSED else nullcontext():
+        with self._below(func) if func in COMPOSED else nullcontext():
             return func(*args, **kwargs)
+
+    @contextmanager
+    def _below(self, func: Any) -> Iterator[None]:
+        """Watch below autograd. Attention of torch computes on [positions, batch, features] there."""
+        real = self._real
+        try:
+            self._real = [mask.t() for mask in real] if func is ATTENTION else real
+            with _Lower(self):
+                yield
+        finally:
+            self._real = real
 
     def _touch(self, given: Sequence[Any]) -> None:
         flat = [t for value in given for t in (value if isinstance(value, tuple | list) else [value])]

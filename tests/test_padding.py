@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import secateur as sc
-from secateur.calibration import real_positions
+from secateur.calibration import real_positions, run_model
+from secateur.inputs import Inputs, gather_inputs
+from secateur.sites import find_sites
 
 transformers = pytest.importorskip("transformers", reason="padded batches are those of transformers' models")
 
@@ -138,3 +140,28 @@ def test_both_sides_of_an_encoder_decoder() -> None:
         sum(int((found != expected.masks[name]).sum()) for name, found in report.masks.items())
         <= 0.002 * report.prunable
     )
+
+
+def test_attention_of_torch_reads_positions_first() -> None:
+    """nn.MultiheadAttention multiplies [positions, batch, features], whichever way round it is given."""
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.attention = nn.Embedding(64, 16), nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
+            hidden = self.embed(input_ids)
+            return self.attention(hidden, hidden, hidden, key_padding_mask=attention_mask == 0, need_weights=False)[0]
+
+    torch.manual_seed(0)
+    model = Small()
+    sites, _ = find_sites(model, only="attention")
+    found = []
+    for batches in (alone(), [padded(2 * LONGEST)]):
+        watch = Inputs(sites)
+        gather_inputs(model, batches, watch, forward=run_model)
+        found.append(watch)
+    for site in sites:
+        assert found[0].tokens[site.name].tolist() == found[1].tokens[site.name].tolist()
+        torch.testing.assert_close(found[0].norms(site), found[1].norms(site))
