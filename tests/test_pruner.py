@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.errors import PatternError, ScheduleError, StateError
+from secateur.errors import ModelError, PatternError, ScheduleError, StateError
 from secateur.registry import resolve
 from tests.conftest import Block, train
 
@@ -539,3 +539,10 @@ def test_kernels_are_told_the_formula(block: Block) -> None:
         assert piece.source is not None
         assert piece.source[0] is pruner.score
         assert not piece.replicated
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        model = Block()
+    with pytest.raises(ModelError, match="meta"):
+        sc.Pruner(model, torch.optim.AdamW(model.parameters()))
