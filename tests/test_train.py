@@ -562,4 +562,7 @@ def test_half_a_settings_file_of_a_killed_run_does_not_stand_in_its_way(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".config.json.0123abcd.tmp").write_text("{")
     assert main([*runs[1], "--out", str(tmp_path / "run")]) == 0
+    (tmp_path / "run" / "summary.json").unlink()  # killed after its last checkpoint, whose lock is left
+    (tmp_path / "run" / ".checkpoint.lock").touch()
+    assert main([*runs[1], "--out", str(tmp_path / "run")]) == 0
     assert not list((tmp_path / "run").glob(".*"))

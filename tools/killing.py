@@ -24,6 +24,7 @@ from typing import Any
 from tests.fuzzing import TRAIN, Broken, check, home, saved_model
 
 TIMED = ("seconds", "breakdown_ms", "gpu", "load_at_start", "stages", "updates", "versions", "commit")
+TIMED += ("churn", "cut")  # of the last update of the masks, which a resumed process did not make
 BITS = ("model", "optimizer", "masks", "pruner", "tokenizer")  # files that must be the same to the bit
 LATE = 24  # operations at the end of a run, the renames and the removal of what was there before among them
 WRITES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "shutil.copyfile"}
@@ -112,7 +113,7 @@ def _told(path: Path) -> Any:
 def _timeless(found: Any) -> Any:
     if isinstance(found, dict):
         return {key: _timeless(value) for key, value in found.items() if key not in TIMED}
-    return found
+    return [_timeless(value) for value in found] if isinstance(found, list) else found
 
 
 def kill(words: list[str], folder: Path, draw: random.Random, seconds: float, operations: int) -> bool:

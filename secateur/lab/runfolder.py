@@ -65,6 +65,8 @@ class RunFolder:
         with locked(self.path / LOCK, _busy(self.path)):
             for name in (CHECKPOINT, BEST, CONFIG, METRICS, SUMMARY, REPORT, GRADIENT, GPU, "report.html"):
                 clear(self.path / name)
+            for name in (CHECKPOINT, BEST):  # a killed process leaves its lock; nobody else writes here now
+                (self.path / f".{name}.lock").unlink(missing_ok=True)
             yield
 
     @property
