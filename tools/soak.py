@@ -117,36 +117,48 @@ def main() -> int:
     return int(any(result["wrong"] for result in results))
 
 
-def soak_table(found: dict[str, Any]) -> str:
+def soak_table(found: list[dict[str, Any]]) -> str:
     rows = [
-        (WORDS[one["target"]], f"{one['cases']:,}", f"{one['wrong']:,}", f"{one['seconds']:.0f} s")
-        for one in found["targets"]
+        (WORDS[one["target"]], f"{one['cases']:,}", f"{one['wrong']:,}", f"{one['seconds']:.0f} s") for one in found
     ]
     return markdown_table(("tried", "cases", "promises broken", "time"), rows)
 
 
-def mutants_table(found: dict[str, Any]) -> str:
+def mutants_table(found: list[dict[str, Any]]) -> str:
     names = ("mutants", "noticed", "equivalent", "survived")
-    rows = [(f"`{one['module']}`", *(f"{one[name]:,}" for name in names)) for one in found["modules"]]
-    rows.append(("all", *(f"{sum(one[name] for one in found['modules']):,}" for name in names)))
+    rows = [(f"`{one['module']}`", *(f"{one[name]:,}" for name in names)) for one in found]
+    rows.append(("all", *(f"{sum(one[name] for one in found):,}" for name in names)))
     return markdown_table(("module", *names), rows)
 
 
+def newest(theme: str, rows: str, name: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Of every row, by its name, that of the newest record that has it; and where the rows come from."""
+    paths = sorted(record.results_folder().glob(f"{theme}_*.json"), key=lambda p: (p.stem.rpartition("_")[2], p.stem))
+    found: dict[str, dict[str, Any]] = {}
+    sources: dict[str, str] = {}
+    for path in paths:
+        one = json.loads(path.read_text(encoding="utf-8"))
+        for row in one[rows]:
+            found[row[name]] = row
+            sources[row[name]] = (
+                f"{one['hardware']}; torch {one['versions']['torch']}, Python {one['versions']['python']};"
+                f" commit {one['commit']}, {one['date']}: `{one['command']}`"
+            )
+    return list(found.values()), list(dict.fromkeys(sources.values()))
+
+
 def write_tables() -> int:
-    """The newest record of each kind into docs/reliability.md."""
+    """The newest figures of each kind into docs/reliability.md."""
     path = ROOT / "docs" / "reliability.md"
     text = path.read_text(encoding="utf-8")
-    for theme, table in (("soak", soak_table), ("mutants", mutants_table)):
-        found = sorted(record.results_folder().glob(f"{theme}_*.json"), key=lambda p: p.stem.rpartition("_")[2])
+    kinds = (("soak", "targets", "target", soak_table), ("mutants", "modules", "module", mutants_table))
+    for theme, rows, name, table in kinds:
+        found, sources = newest(theme, rows, name)
         if found:
-            newest = json.loads(found[-1].read_text(encoding="utf-8"))
-            source = (
-                f"{newest['hardware']}; torch {newest['versions']['torch']}, Python {newest['versions']['python']};"
-                f" commit {newest['commit']}, {newest['date']}: `{newest['command']}`"
-            )
             before, _, rest = text.partition(f"<!-- begin {theme} -->")
             after = rest.partition(f"<!-- end {theme} -->")[2]
-            text = f"{before}<!-- begin {theme} -->\n{table(newest)}\n\n{source}\n<!-- end {theme} -->{after}"
+            shown = "\n\n".join([table(found), *sources])
+            text = f"{before}<!-- begin {theme} -->\n{shown}\n<!-- end {theme} -->{after}"
     path.write_text(text, encoding="utf-8")
     return 0
 
