@@ -38,7 +38,7 @@ class Chain:
         given, named = self.others[batch][number]
         state = (self.states[batch] if state is None else state).clone()
         with torch.autocast(state.device.type, dtype=self.cast, enabled=self.cast is not None):
-            return first_tensor((block or self.blocks[number])(state, *given, **named))
+            return first_tensor((self.blocks[number] if block is None else block)(state, *given, **named))
 
     def advance(self, number: int) -> None:
         """Carry every state through a block."""

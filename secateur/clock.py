@@ -34,9 +34,9 @@ class Clock:
         """Whether some optimizers have taken the next step and others have not."""
         return bool(self._ahead)
 
-    def behind(self) -> bool:
-        """Whether steps were taken that have not been acted on; from now on they have."""
-        behind, self.seen = self.taken != self.seen, self.taken
+    def behind(self) -> int:
+        """How many steps were taken that have not been acted on; from now on they have."""
+        behind, self.seen = self.taken - self.seen, self.taken
         return behind
 
     def due(self, held: bool) -> bool:

@@ -296,6 +296,7 @@ def target_of(
     part, whole = local(site.parameter.detach()), site.parameter.shape
     first = site.start + placement(site.parameter).first_row * whole[1:].numel()
     evaluate = evaluator(score, facts, first, part.device)
+    evaluate = one_a_row(evaluate, part) if site.fragile else evaluate
     tensors = [fact for name, fact in facts.items() if isinstance(fact, Tensor) and name not in SCALAR_FACTS]
     here = all(fact.device == part.device for fact in tensors)  # or else on the host, for want of room
     piece = Piece(
@@ -306,10 +307,23 @@ def target_of(
         part.device,
         alive.view(-1) if dead else None,
         replicated=peers.size > 1 and not is_sharded(site.parameter),
-        source=(score, facts) if spared is None and here else None,
+        source=(score, facts) if spared is None and here and not site.fragile else None,
         dead=dead,
     )
     return Target(piece, tuple(part.shape), tuple(whole), site.layout)
+
+
+def one_a_row(evaluate: Callable[[Where], Tensor], weight: Tensor) -> Callable[[Where], Tensor]:
+    """Scores in which the largest weight along every dimension ranks above all others, so that no row goes whole."""
+    sizes = weight.abs()
+    largest = torch.zeros_like(weight, dtype=torch.bool)
+    for dim in range(weight.ndim):
+        rows = sizes.movedim(dim, 0)
+        best = rows.flatten(1).argmax(1, keepdim=True)
+        chosen = torch.zeros(len(rows), rows[0].numel(), dtype=torch.bool, device=weight.device).scatter_(1, best, True)
+        largest |= chosen.view(rows.shape).movedim(0, dim)
+    flat = largest.reshape(-1)
+    return lambda where: evaluate(where).masked_fill(flat_part(flat, where), UNREACHED)
 
 
 def spared_share(asked: float, unreached: int, total: int) -> float:

@@ -123,6 +123,8 @@ def _run(options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcome])
     folder = options.out or Path(f"pruned-{Path(options.model).name}")
     with claimed(folder):
         check_free(folder, options.overwrite)
+        if folder.exists() and folder.resolve() == Path(options.model).resolve():
+            raise SecateurError(f"--out {folder} would replace the model that is pruned. Name another folder.")
         check_folder(folder)
         return _run_in(folder, options, work)
 

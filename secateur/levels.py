@@ -17,6 +17,7 @@ from secateur.patterns import check_choice
 from secateur.probing import Metric, Wardrobe, alone, check_probe, share_gone
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
+from secateur.shards import told_to_all
 from secateur.sites import Globs
 from secateur.subject import Subject, undone_on_error
 from secateur.veto import Probe, Trial
@@ -60,13 +61,16 @@ def probe_until(
     search also ends when `PLATEAU` levels in a row prune nothing more. The report lists every level. `distributed` is
     as in `prune`; what `evaluate` says on the first rank decides.
     """
-    check_probe(order, group, shrink, tolerance, exact=False)
-    if not (0 < start < 1 and step > 0 and max_drop >= 0):
-        raise ScheduleError(f"Need 0 < start < 1, step > 0 and max_drop >= 0; got {start!r}, {step!r}, {max_drop!r}.")
-    if tune not in (False, True, "both"):
-        raise ScheduleError(f"tune is False, True or 'both', not {tune!r}.")
-    chosen = resolve(score)
-    check_choice(start, scope or "model", None, None)
+    with told_to_all(model, distributed):
+        check_probe(order, group, shrink, tolerance, exact=False)
+        if not (0 < start < 1 and step > 0 and max_drop >= 0):
+            raise ScheduleError(
+                f"Need 0 < start < 1, step > 0 and max_drop >= 0; got {start!r}, {step!r}, {max_drop!r}."
+            )
+        if tune not in (False, True, "both"):
+            raise ScheduleError(f"tune is False, True or 'both', not {tune!r}.")
+        chosen = resolve(score)
+        check_choice(start, scope or "model", None, None)
     with undone_on_error() as undo, Subject(
         model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
         distributed=distributed,

@@ -152,6 +152,15 @@ class Listener:
                 " optimizer.zero_grad(); or call pruner.attach() once instead of pruner.step().",
             )
 
+    def warn_late(self, steps: int) -> None:
+        """Warn that pruned weights moved and were trained on between two calls of pruner.step()."""
+        self._warn(
+            "late",
+            f"The optimizer has taken {steps} steps since the last pruner.step(), so pruned weights came back meanwhile"
+            " and backward passes saw them. Call pruner.step() after every optimizer.step() (masks are updated only"
+            " every `every` steps anyway), or call pruner.attach() once.",
+        )
+
     def check_idle(self) -> None:
         """Warn if weights change from call to call while no optimizer of ours has ever stepped."""
         if any(self._clock.counts) or "idle" in self._warned:

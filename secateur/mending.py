@@ -59,6 +59,8 @@ def sparsegpt_unfit(pattern: Pattern | None) -> Unfit:
     """Says of a site whether SparseGPT cannot give it this pattern: its columns are not the inputs of a convolution."""
 
     def unfit(site: Site) -> str | None:
+        if site.fragile:
+            return "'sparsegpt' might prune a row whole, which weight_norm divides by"
         if pattern is not None and _is_convolution(site):
             return "'sparsegpt' gives convolutions no pattern; sparsity counts the others alone"
         return unfit_for(pattern)(site)

@@ -29,7 +29,7 @@ from secateur.calibration import (
     to_device,
 )
 from secateur.entries import Entries
-from secateur.errors import FactError
+from secateur.errors import FactError, ModelError
 from secateur.ferry import Ferry, ferry_for
 from secateur.gradients import GRADIENT_FACTS, gather_gradients
 from secateur.inputs import Inputs, Reach, check_seen, gather_inputs
@@ -160,7 +160,7 @@ class Observed:
 
     def _place(self, device: torch.device | str | None, progress: bool) -> None:
         home = device_of(self.model)
-        self.device = home if device is None else torch.device(device)
+        self.device = home if device is None else _usable(device)
         named = self.device.index is not None  # "cuda" is whichever GPU the model is on
         self._streams = self.device.type != home.type or (named and self.device.index != home.index)
         if self._streams and self.memory is not None:
@@ -317,6 +317,16 @@ class Observed:
         if self.ferry is not None:
             return list(self.ferry.blocks)
         return find_blocks(self.model, self.batches[0], self.forward, self.sites)
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    """The device meant, or an error where there is none."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
+        raise ModelError(f"Device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return found
 
 
 def has_gradients(site: Site, statistic: Tensor) -> Tensor:

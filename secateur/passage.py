@@ -210,8 +210,10 @@ def _together(recordings: Sequence[Calls], sites: Sequence[Site], ranks: Ranks) 
     """Sites in the order in which they are called; those called once with the same inputs in every batch of every rank
     share one product."""
     groups: list[list[str]] = []
+    stacked = {site.name: len(site.layout.rows) > 1 and site.parameter.shape[0] for site in sites}
     for name in _called(recordings, sites, ranks):
-        alike = bool(groups) and all(_alike(calls.get(name, []), calls.get(groups[-1][0], [])) for calls in recordings)
+        alike = bool(groups) and stacked[name] == stacked[groups[-1][0]]  # as many matrices
+        alike = alike and all(_alike(calls.get(name, []), calls.get(groups[-1][0], [])) for calls in recordings)
         if ranks.every("equal inputs", alike):
             groups[-1].append(name)
         else:

@@ -16,6 +16,7 @@ from secateur.errors import PatternError, ScheduleError
 from secateur.patterns import check_choice
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
+from secateur.shards import told_to_all
 from secateur.shelf import on_host
 from secateur.sites import Globs, unfit_for
 from secateur.subject import Subject, undone_on_error
@@ -124,13 +125,16 @@ def probe(
     gradients of a joint probe and reported too. `distributed` is as in `prune`; what `evaluate` says on the first rank
     counts. Any error, and Ctrl-C, leaves the model as it was, to the bit.
     """
-    check_probe(order, group, shrink, tolerance, exact)
-    chosen, shape = resolve(score), parse_pattern(pattern)
-    check_choice(sparsity, scope or "model", shape, allocation)
-    if shape is not None and not exact:
-        raise PatternError("The veto lets single weights go, which breaks a pattern: pass exact=True, or no pattern.")
-    if tolerances and order != "joint":
-        raise PatternError("tolerances are tried on the gradients of one joint probe; use order='joint'.")
+    with told_to_all(model, distributed):
+        check_probe(order, group, shrink, tolerance, exact)
+        chosen, shape = resolve(score), parse_pattern(pattern)
+        check_choice(sparsity, scope or "model", shape, allocation)
+        if shape is not None and not exact:
+            raise PatternError(
+                "The veto lets single weights go, which breaks a pattern: pass exact=True, or no pattern."
+            )
+        if tolerances and order != "joint":
+            raise PatternError("tolerances are tried on the gradients of one joint probe; use order='joint'.")
     with undone_on_error() as undo, Subject(
         model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
         unfit=unfit_for(shape), distributed=distributed,

@@ -155,12 +155,15 @@ class Pruner:
             self._facts.check()  # a score that cannot work here says so at the first step, not at the first update
             check_gradients(self.regrowth, self._sites, self._peers, zeros_count=True)
             self._checked = True
-        if not self._clock.behind():
+        behind = self._clock.behind()
+        if not behind:
             self._listener.check_idle()
             if self._clock.midway and not self._is_held():
                 self.apply()
             return
         self._listener.check_order()
+        if behind > 1 and any(self._gone) and not self._is_held():
+            self._listener.warn_late(behind)
         cold = self._reads_moments and any(getattr(optimizer, "cold", False) for optimizer in self._optimizers)
         changed = self._clock.due(held=cold) and self._update(self._clock.taken)
         if changed or not self._is_held():

@@ -18,6 +18,7 @@ from secateur.patterns import check_choice
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.schedules import cubic
+from secateur.shards import told_to_all
 from secateur.shelf import on_host
 from secateur.sites import Globs, unfit_for
 from secateur.subject import Subject, undone_on_error
@@ -66,8 +67,11 @@ def prune(
     Any error, and Ctrl-C, leaves the model as it was, to the bit. For that the host keeps the weights that are pruned,
     or, with `reconstruct` or "sparsegpt", a copy of all prunable weights.
     """
-    shape = parse_pattern(pattern)
-    _check(rounds, reconstruct, method, scope is None and allocation is None)
+    with told_to_all(model, distributed):
+        shape, chosen = parse_pattern(pattern), resolve(score)
+        _check(rounds, reconstruct, method, scope is None and allocation is None)
+        if method is None:
+            check_choice(sparsity, scope or "model", shape, allocation)
     settings: dict[str, Any] = {
         "loss": loss, "skip": skip, "only": only, "limit": limit, "memory": memory, "device": device,
         "progress": progress, "swift": True, "distributed": distributed,
@@ -77,8 +81,6 @@ def prune(
         with undone_on_error() as undo, Subject(model, batches, **settings) as subject:
             undo.append(subject.undoing(_on_host(subject)))
             return _by_sparsegpt(subject, sparsity, shape)
-    chosen = resolve(score)
-    check_choice(sparsity, scope or "model", shape, allocation)
     with undone_on_error() as undo, Subject(model, batches, **settings) as subject:
         scope = scope_for(chosen, scope, shape, allocation, subject.sites)
         wanted, select = selector(scope, shape, allocation, sparsity)

@@ -55,8 +55,11 @@ class Constant:
 
 def check_sparsity(value: float) -> float:
     """The value as a float in [0, 1), or an error that says what to do."""
+    item = getattr(value, "item", None)
+    value = item() if callable(item) and getattr(value, "ndim", 1) == 0 else value  # a number of torch's or NumPy's
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        percent = f" For {value} percent write {value / 100}." if isinstance(value, int | float) and value > 1 else ""
+        number = isinstance(value, int | float) and value > 1
+        percent = f" For {value:g} percent write {value / 100:g}." if number else ""
         raise ScheduleError(f"Sparsity is the fraction of weights to remove, in [0, 1); got {value!r}.{percent}")
     return float(value)
 

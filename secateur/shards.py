@@ -9,7 +9,7 @@ import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -391,6 +391,17 @@ def ranks_of(model: nn.Module, distributed: bool | None) -> Ranks:
     if not (dist.is_available() and dist.is_initialized()):
         raise ShardError("distributed=True needs process groups: call torch.distributed.init_process_group first.")
     return Ranks(dist.group.WORLD)
+
+
+@contextmanager
+def told_to_all(model: nn.Module, distributed: bool | None) -> Iterator[None]:
+    """An error inside is told to the processes that share the batches, which would wait for this one."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(Exception):  # where they cannot be found or reached, the error itself matters more
+            ranks_of(model, distributed).fail(error)
+        raise
 
 
 def _replicas(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:

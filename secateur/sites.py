@@ -78,7 +78,8 @@ class Kind:
 class Site:
     """A prunable tensor: its parameter, how rows and inputs lie in it, where it begins in the model's flat order.
 
-    `reason` says why it is prunable where that is not plain from its layer.
+    `reason` says why it is prunable where that is not plain from its layer. `fragile` weights are divided by the norm
+    of a row, so no row may go whole (weight_norm).
     """
 
     name: str
@@ -87,6 +88,7 @@ class Site:
     tied: tuple[str, ...] = ()
     start: int = 0
     reason: str = ""
+    fragile: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,8 @@ def _judge(uses: Sequence[Use], skip: Sequence[str], only: Sequence[str] | None,
         return out(reason)
     asked = "" if only is None else "named by only"
     why = ", ".join(filter(None, (asked, kind.what)))
-    return Site(use.name, parameter, kind.layout, tuple(n for n in names if n != use.name), reason=why)
+    tied = tuple(n for n in names if n != use.name)
+    return Site(use.name, parameter, kind.layout, tied, reason=why, fragile=_is_fragile(use))
 
 
 def _impossible(use: Use) -> str | None:
@@ -386,22 +389,37 @@ def _loses_zeros(use: Use) -> str | None:
     """Why zeros in a parametrized weight would not last: found by zeroing some and computing the weight."""
     if use.through is None:
         return None
-    steps = list(use.through)
-    kinds = ", ".join(type(step).__name__ for step in steps)
-    modes = [(module, module.training) for module in use.through.modules()]
     drawn = torch.rand(use.parameter.shape, generator=torch.Generator().manual_seed(0), device="cpu")
     gone = drawn.to(use.parameter.device) < 0.5
+    found = _made_without(use.through, use.parameter, gone)
+    kept = found.shape == gone.shape and not bool((found[gone] != 0).any())
+    kinds = ", ".join(type(step).__name__ for step in use.through)
+    return None if kept else f"its parametrization ({kinds}) does not keep zeros"
+
+
+@torch.no_grad()
+def _is_fragile(use: Use) -> bool:
+    """Whether a parametrization gives numbers that are not finite once a row or a column is zero altogether."""
+    if use.through is None:
+        return use.leaf == "weight_v"  # of torch's older weight_norm
+    gone = torch.zeros(use.parameter.shape, dtype=torch.bool, device=use.parameter.device)
+    gone[0] = gone[:, 0] = True
+    return not bool(_made_without(use.through, use.parameter, gone).isfinite().all())
+
+
+def _made_without(through: ParametrizationList, parameter: Tensor, gone: Tensor) -> Tensor:
+    """The weight a parametrization computes when some of this parameter is zero. Nothing is changed."""
+    modes = [(module, module.training) for module in through.modules()]
     try:
-        use.through.eval()  # spectral_norm updates its estimate when it is called in training
-        given = [t.masked_fill(gone, 0) if t is use.parameter else t.clone() for t in _originals(use.through)]
-        found = steps[0](*given)
-        for step in steps[1:]:
+        through.eval()  # spectral_norm updates its estimate when it is called in training
+        first, *others = list(through)
+        found: Tensor = first(*(t.masked_fill(gone, 0) if t is parameter else t.clone() for t in _originals(through)))
+        for step in others:
             found = step(found)
     finally:
         for module, mode in modes:
             module.training = mode
-    kept = found.shape == gone.shape and not bool((found[gone] != 0).any())
-    return None if kept else f"its parametrization ({kinds}) does not keep zeros"
+    return found
 
 
 def _originals(through: ParametrizationList) -> list[Tensor]:
@@ -457,7 +475,10 @@ def _is_last(path: str, weights: Sequence[str], modules: Mapping[str, nn.Module]
 
 
 def _globs(patterns: Globs | None) -> tuple[str, ...]:
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
+    found = (patterns,) if isinstance(patterns, str) else patterns or ()
+    if not isinstance(found, Iterable) or not all(isinstance(glob, str) for glob in found):
+        raise SiteError(f"skip and only take names or globs of parameters and modules; got {patterns!r}.")
+    return tuple(found)
 
 
 def _matches(use: Use, patterns: Sequence[str]) -> bool:
@@ -530,4 +551,6 @@ def nothing_to_prune(model: nn.Module, left_out: Sequence[LeftOut]) -> SiteError
     telling = [f"{item.name}: {item.reason}" for item in left_out if item.reason != VECTOR]
     quantized = getattr(getattr(model, "config", None), "quantization_config", None)
     hint = " Its weights are quantized: load it without quantization, prune, then quantize." if quantized else ""
+    if not left_out:
+        hint = " It has no parameters. (Quantized modules keep theirs packed: prune first, quantize afterwards.)"
     return SiteError(f"Nothing to prune in {type(model).__name__}. {'; '.join(telling[:6])}{hint}")

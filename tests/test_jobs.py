@@ -353,3 +353,12 @@ def test_a_models_pickle_is_not_run(folder: Path, capsys: pytest.CaptureFixture[
     (folder / "model" / "pytorch_model.bin").write_bytes(hostile_pickle(folder / "harm"))
     assert "cannot be loaded" in refused(capsys, run(folder, "prune", "--out", "out"))
     assert not (folder / "harm").exists()
+
+
+def test_a_model_is_not_overwritten_by_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (folder / "model" / "model.safetensors").read_bytes()
+    assert run(folder, "prune", "--overwrite", "--out", str(folder / "model")) == 2
+    assert "would replace the model that is pruned" in capsys.readouterr().err
+    assert run(folder, "prune", "--overwrite", "--out", str(folder)) == 2
+    assert "holds something other than a model" in capsys.readouterr().err
+    assert (folder / "model" / "model.safetensors").read_bytes() == before

@@ -431,3 +431,56 @@ def test_recurrent_layers_are_measured_without_dropout() -> None:
     model.eval()
     sc.prune(model, pairs(), only="rnn")
     assert not model.rnn.training
+
+
+def test_blocks_that_are_false_or_have_no_length() -> None:
+    """A module may define len(): nobody may ask whether it is true."""
+
+    class Empty(nn.Sequential):
+        def __len__(self) -> int:
+            return 0
+
+    class Plain(nn.Module):
+        def __init__(self, kind: Any) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(kind(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+            self.last = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return self.last(x)
+
+    found = []
+    for kind in (nn.Sequential, Empty):
+        model = Plain(kind)
+        sc.prune(model, pairs(), score="magnitude", reconstruct=True)
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("settings", [{"rounds": 2, "reconstruct": "every"}, {"method": "sparsegpt"}])
+def test_a_router_that_reads_what_its_experts_read(settings: dict[str, Any]) -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(16, 4)
+            self.up, self.down = nn.Parameter(torch.randn(4, 24, 16) / 4), nn.Parameter(torch.randn(4, 16, 24) / 5)
+            self.num_experts = 4
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.relu(torch.einsum("bd,ehd->ebh", x, self.up))
+            made = torch.einsum("ebh,edh->ebd", hidden, self.down)
+            return torch.einsum("ebd,be->bd", made, self.router(x).softmax(-1))
+
+    model = nn.Sequential(Mixture(), nn.Linear(16, 4))
+    report = sc.prune(model, pairs(), sparsity=0.5, only="*", **settings)
+    assert report.sparsity == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_device_that_is_not_there() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(ModelError, match="Device 'cuda' cannot be used here"):
+        sc.prune(nn.Linear(16, 4), pairs(), device="cuda", only="*")

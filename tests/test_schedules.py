@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import secateur as sc
 from secateur.errors import ScheduleError
+from secateur.schedules import check_sparsity
 
 
 @pytest.mark.parametrize(("ramp", "middle"), [(sc.linear, 0.4), (sc.cubic, 0.8 * 0.875), (sc.late_cubic, 0.8 * 0.125)])
@@ -46,3 +48,11 @@ def test_they_say_what_they_are() -> None:
     assert str(sc.cubic(0.5, begin=0, end=9)) == "cubic(0.5, begin=0, end=9)"
     assert str(sc.late_cubic(0.5, begin=1, end=9)) == "late_cubic(0.5, begin=1, end=9)"
     assert str(sc.constant(0.5)) == "constant(0.5)"
+
+
+def test_numbers_of_torch_and_numpy_are_numbers() -> None:
+    assert check_sparsity(torch.tensor(0.5)) == 0.5  # type: ignore[arg-type]
+    np = pytest.importorskip("numpy", reason="numpy is not installed")
+    assert check_sparsity(np.float32(0.25)) == 0.25
+    with pytest.raises(ScheduleError, match=r"For 1.1 percent write 0.011\."):
+        check_sparsity(1.1)

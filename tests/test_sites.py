@@ -535,3 +535,25 @@ def test_the_probe_and_the_pruner_leave_out_what_cannot_take_a_pattern() -> None
     assert "Left dense, its shape does not divide into block:4x4" in str(pruner.report())
     with pytest.raises(SiteError, match="Nothing to prune in Sequential.*does not divide into 7:11"):
         sc.Pruner(model, optimizer, pattern="7:11", sparsity=None)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("settings", [{}, {"score": "magnitude", "scope": "model"}, {"rounds": 2, "reconstruct": True}])
+def test_no_row_of_a_weight_norm_goes_whole(norm: Any, settings: dict[str, Any]) -> None:
+    model = nn.Sequential(norm(nn.Linear(8, 16)), nn.ReLU(), nn.Linear(16, 4))
+    with torch.no_grad():
+        model[0].bias[0] = -100  # a dead unit, whose weights go first
+    batches = [(torch.randn(16, 8), torch.randint(0, 4, (16,))) for _ in range(4)]
+    report = sc.prune(model, batches, sparsity=0.7, only="*", **settings)
+    assert report.pruned == round(0.7 * report.prunable)
+    assert bool(model(batches[0][0]).isfinite().all())
+    direction = next(mask for name, mask in report.masks.items() if name.startswith("0."))
+    assert bool(direction.any(1).all())
+
+
+def test_names_that_are_none_are_refused() -> None:
+    with pytest.raises(SiteError, match="take names or globs"):
+        find_sites(nn.Linear(4, 4), only=3)  # type: ignore[arg-type]
+    with pytest.raises(SiteError, match="It has no parameters"):
+        sc.prune(nn.Sequential(nn.ReLU()), [(torch.randn(2, 4), torch.zeros(2, 4))])

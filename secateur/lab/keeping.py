@@ -115,8 +115,8 @@ class Checkpoint:
 def damaged(path: Path, why: str) -> StateError:
     """The error for a file of a checkpoint that cannot be used."""
     return StateError(
-        f"{path} is damaged or of another run ({' '.join(why.split())}). Put back a copy of it, or delete {path.parent}"
-        " to begin again."
+        f"{path} is damaged or of another run ({' '.join(why.split())}). Put back a copy of it, or delete"
+        f" {path.parent.parent} to begin again."
     )
 
 
