@@ -359,7 +359,7 @@ class Once(Codes):
 def test_state_is_not_encoded_again_before_anything_is_pruned() -> None:
     codes = torch.randint(65, 256, (24, 16), dtype=torch.uint8)
     keep = lambda state, p: state.setdefault("exp_avg_sq", Once(codes, True))  # noqa: E731
-    _, optimizer, pruner = coded(keep, sparsity=sc.linear(0.5, begin=3, end=9))
+    _, optimizer, pruner = coded(keep, sparsity=sc.linear(0.5, begin=30, end=40))
     for _ in range(2):
         optimizer.step()
         pruner.step()
