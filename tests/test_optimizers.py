@@ -347,6 +347,25 @@ def test_state_in_a_tensor_subclass_is_read_and_zeroed(packed: bool) -> None:
     assert torch.equal(codes[mask], before[mask])
 
 
+class Once(Codes):
+    """State that must not be encoded a second time."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.copy_.default
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_state_is_not_encoded_again_before_anything_is_pruned() -> None:
+    codes = torch.randint(65, 256, (24, 16), dtype=torch.uint8)
+    keep = lambda state, p: state.setdefault("exp_avg_sq", Once(codes, True))  # noqa: E731
+    _, optimizer, pruner = coded(keep, sparsity=sc.linear(0.5, begin=30, end=40))
+    for _ in range(2):
+        optimizer.step()
+        pruner.step()
+    assert pruner.sparsity == 0
+
+
 def test_state_that_can_be_neither_read_nor_zeroed_is_refused() -> None:
     keep = lambda state, p: state.setdefault("exp_avg_sq", Opaque(torch.zeros(24, 16, dtype=torch.uint8)))  # noqa: E731
     _, optimizer, pruner = coded(keep, score="magnitude")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.calibration import standard_loss
-from secateur.veto import MOST_GROWTH, Probe, agrees, growth, tempered
+from secateur.choices import Select
+from secateur.registry import resolve
+from secateur.subject import Subject
+from secateur.veto import MOST_GROWTH, Probe, Trial, agrees, growth, tempered
 from tests.interrupts import unharmed
 from tests.trained import Batches, Tower, classifier, loss_of
 
@@ -189,8 +193,6 @@ def test_the_score_alone_and_other_tolerances_are_reported() -> None:
 
 
 def test_candidates_are_scored_once_unless_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from secateur.subject import Subject
-
     calls: list[int] = []
     real = Subject.facts
     monkeypatch.setattr(Subject, "facts", lambda *given: calls.append(1) or real(*given))  # type: ignore[func-returns-value]
@@ -323,3 +325,145 @@ def test_interrupted_anywhere_the_model_is_as_it_was(order: str) -> None:
         sc.probe_until, batches=batches, evaluate=lambda now: -loss_of(now, batches), start=0.3, step=0.3, order=order
     )
     assert unharmed(model, searched, 6) >= 6
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_an_error_after_pruning_leaves_the_model_as_it_was(search: bool) -> None:
+    model, batches = classifier()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    zeros: list[int] = []
+
+    def evaluate(now: nn.Module) -> float:
+        zeros.append(sum(int((tensor == 0).sum()) for tensor in now.state_dict().values()))
+        if len(zeros) == 2:
+            raise RuntimeError("no data left")
+        return 1.0
+
+    work = sc.probe_until if search else sc.probe
+    with pytest.raises(RuntimeError, match="no data left"):
+        work(model, batches, evaluate=evaluate, tolerance=1e9)
+    assert zeros[1] > zeros[0]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_candidates_may_be_shrunk_to_nothing() -> None:
+    model, batches = classifier()
+    assert sc.probe(model, batches, shrink=0.0).pruned > 0
+    with pytest.raises(sc.SecateurError, match="shrink must be in"):
+        sc.probe(model, batches, shrink=-0.01)
+
+
+def test_a_trial_of_experts_spares_those_without_inputs() -> None:
+    shape = torch.Size([3, 2, 2])
+    old, new = torch.ones(shape), torch.ones(shape)
+    new[0, 0, 0] = 2.0
+    candidates = torch.ones(shape, dtype=torch.bool)
+    candidates[:, 1, 1] = False
+    trial = Trial(0, shape, candidates.flatten(), old, new, torch.tensor([True, False, True]))
+    expected = candidates.clone()
+    expected[1], expected[0, 0, 0] = False, False
+    assert torch.equal(trial.going(0.0), expected)
+    assert trial.spared() == 3
+
+
+class Idle(nn.Module):
+    """The second layer is called only for inputs that never come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle, self.last = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first = self.idle if bool((inputs > 1e9).any()) else self.used
+        return self.last(torch.relu(first(inputs)))
+
+
+def test_spared_candidates_are_noted_only_where_there_are_some() -> None:
+    torch.manual_seed(0)
+    model, batches = classifier()
+    said = "candidates are kept because no inputs reached them"
+    assert not [note for note in sc.probe(model, batches, score="magnitude", scope="layer").notes if said in note]
+    idle = Idle()
+    report = sc.probe(idle, batches, score="magnitude", scope="layer", order="reverse", tolerance=1e9)
+    assert bool((idle.idle.weight != 0).all())
+    assert [note for note in report.notes if f"256 {said}" in note]
+    exact = sc.probe(Idle(), batches, score="magnitude", scope="layer", exact=True)
+    assert not [note for note in exact.notes if said in note]
+
+
+def test_gradients_after_other_masks_are_of_the_weights_in_them() -> None:
+    """States that enter late blocks are forgotten when masks of early blocks change."""
+    torch.manual_seed(0)
+    model, ids = Tower(), torch.randint(0, 17, (4, 9))
+    subject = Subject(model, ids)
+    work = Probe(subject, resolve("magnitude"), Select("layer", None, None), shrink=0.1, order="forward", group="block")
+    late = [site for site in subject.sites if site.name.startswith("blocks.2")]
+    for _ in range(2):  # seen on the way, then used
+        before = subject.gradients({"gradient_max"}, late)
+    work.wear([mask if n else torch.zeros_like(mask) for n, mask in enumerate(subject.held.masks)])
+    assert not bool(model.blocks[0].up.weight.any())
+    after = subject.gradients({"gradient_max"}, late)
+    for site in late:
+        right = subject.gradients({"gradient_max"})[site.name]["gradient_max"]
+        assert torch.equal(after[site.name]["gradient_max"], right)
+        assert not torch.equal(before[site.name]["gradient_max"], right)
+
+
+def test_two_levels_that_prune_nothing_end_the_search_also_at_its_start() -> None:
+    model, batches = classifier()
+    report = sc.probe_until(model, batches, lambda _: 0.0, start=1e-9, step=1e-9)
+    assert (len(report.updates), report.pruned) == (2, 0)
+
+
+@pytest.mark.parametrize("order", ["joint", "reverse"])
+@pytest.mark.parametrize("tune", [True, "both"])
+def test_what_is_evaluated_has_the_sparsity_that_is_reported(order: str, tune: bool | str) -> None:
+    """Also where a level is tried again with another tolerance, and where the search goes back."""
+    model, batches = classifier()
+    qualities = iter([9, 9, 9, 0, 9, 0, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+    weights = [model[n].weight for n in (0, 2, 4, 6)]
+    seen: list[float] = []
+
+    def evaluate(now: nn.Module) -> float:
+        seen.append(sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights))
+        return next(qualities)
+
+    settings: dict[str, Any] = {"start": 0.2, "step": 0.1, "tolerance": 8.0, "only": "*", "order": order}
+    report = sc.probe_until(model, batches, evaluate, tune=tune, **settings)
+    said = [re.search(r"sparsity (0\.\d+)$", name) for name, _ in report.found]
+    assert len(seen) == len(said) > 6
+    assert any(name.startswith("back to") for name, _ in report.found)
+    for share, found, (name, _) in zip(seen, said, report.found, strict=True):
+        assert share == pytest.approx(float(found[1]) if found else 0.0, abs=6e-5), name
+
+
+def sparsities_at_levels(monkeypatch: pytest.MonkeyPatch, tune: bool | str) -> tuple[list[float], list[float]]:
+    """Sparsity before and after every probe of a search whose third level fails at first."""
+    before: list[float] = []
+    after: list[float] = []
+    plain = Probe.level
+
+    def watched(self: Probe, *given: Any, **named: Any) -> Any:
+        before.append(self.subject.sparsity)
+        trials = plain(self, *given, **named)
+        after.append(self.subject.sparsity)
+        return trials
+
+    monkeypatch.setattr(Probe, "level", watched)
+    model, batches = classifier()
+    found = iter([9, 9, 9, 0, 0, *[0] * 20])
+    settings: dict[str, Any] = {"start": 0.2, "step": 0.1, "tolerance": 8.0, "order": "reverse"}
+    sc.probe_until(model, batches, lambda _: next(found), tune=tune, **settings)
+    return before, after
+
+
+def test_a_level_is_tried_again_from_the_last_good_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = sparsities_at_levels(monkeypatch, True)
+    assert before == [0.0, *after[:2], after[1]]
+    assert after[0] < after[1]
+
+
+def test_tuning_both_goes_back_to_the_masks_before_the_last_good_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = sparsities_at_levels(monkeypatch, "both")
+    assert before == [0.0, *after[:2], after[0], after[3]]
+    assert after[0] < after[1]

@@ -13,6 +13,7 @@ import secateur as sc
 from secateur import kernels
 from secateur.blocks import find_blocks
 from secateur.calibration import in_bf16, standard_loss
+from secateur.facts import kept_last, least_spared, spared_share
 from secateur.sites import find_sites
 from secateur.subject import Subject
 from tests.interrupts import bits, unharmed
@@ -336,3 +337,30 @@ def test_an_error_undoes_what_was_pruned(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(RuntimeError, match="out of memory"):
         sc.prune(model, batches, score="magnitude", sparsity=0.6, rounds=3)
     assert all(torch.equal(now, then) for now, then in zip(bits(model), before, strict=True))
+
+
+def test_what_share_of_unreached_weights_is_spared() -> None:
+    assert spared_share(0.3, 200, 1000) == 1.0  # few: the others have room for all that goes
+    assert spared_share(0.6, 250, 1000) == 1.0  # 600 of 750 go, which leaves 150, half of the 300 they would keep
+    assert spared_share(0.8, 200, 1000) == pytest.approx(0.6)  # 720 of 800 go, which leaves 80 of 160; so 80 of 200
+    assert spared_share(0.5, 1000, 1000) == pytest.approx(0.5)  # no others
+
+
+def test_from_what_magnitude_on_unreached_matrices_are_spared() -> None:
+    torch.manual_seed(0)
+    sizes = torch.arange(1.0, 11.0)
+    signs = torch.tensor([1.0, -1.0]).repeat(5)
+    matrices = torch.stack([(sizes * signs)[torch.randperm(10)], torch.ones(10), 2 * sizes])
+    floors = least_spared(matrices, torch.tensor([False, True, False]), 0.7)
+    assert floors[[0, 2]].tolist() == [3.0, 6.0]
+    assert bool(floors[1].isnan())
+    assert least_spared(matrices, torch.tensor([False, True, False]), 1.0)[[0, 2]].tolist() == [0.0, 0.0]
+
+
+def test_spared_weights_rank_above_all_others_by_magnitude() -> None:
+    weight = torch.tensor([[0.5, -2.0, 1e30], [3.0, 1.0, 2.0], [0.1, -0.2, 5.0]])
+    scores = torch.tensor([[9.0] * 3, [1e30, 1e-30, 0.0], [9.0] * 3]).flatten()
+    ranked = kept_last(lambda where: scores[where], torch.tensor([0.0, torch.nan, 1.0]), weight)(slice(0, 9))
+    assert bool(ranked.isfinite().all())
+    assert torch.equal(ranked[3:6], scores[3:6])  # a matrix that inputs reached keeps its scores
+    assert ranked.argsort().tolist() == [5, 6, 7, 4, 3, 0, 1, 8, 2]

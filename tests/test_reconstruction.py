@@ -38,6 +38,16 @@ def test_solve_finds_the_least_squares_of_every_row(layer: tuple[Tensor, Tensor]
         assert torch.allclose(found[row][kept].double(), best, rtol=2e-3, atol=2e-3)
 
 
+def test_one_step_is_enough_where_inputs_are_independent() -> None:
+    """The first direction is that of the preconditioner."""
+    torch.manual_seed(0)
+    product = torch.diag(torch.tensor([0.25, 3.0, 70.0]))
+    weight, aim = torch.randn(2, 3), torch.randn(2, 3)
+    mask = torch.tensor([[True, True, False], [False, True, True]])
+    found = solve(aim, weight, mask, product, steps=1)
+    torch.testing.assert_close(found, aim / product.diagonal() * mask)
+
+
 def test_few_steps_are_much_better_than_none(layer: tuple[Tensor, Tensor]) -> None:
     weight, inputs = layer
     mask = torch.rand(7, 40) < 0.5

@@ -14,6 +14,9 @@ from torch import Tensor
 
 import secateur as sc
 from secateur.errors import StateError
+from secateur.saving import rounding
+from secateur.sites import find_sites
+from secateur.tiles import parse_pattern
 from tests.conftest import Block, train
 
 ROOT = Path(__file__).parent.parent
@@ -273,6 +276,36 @@ def test_what_is_no_state_is_refused() -> None:
     for wrong in (None, [1], 3):
         with pytest.raises(StateError, match=r"takes what a Pruner's state_dict\(\) returned; got a"):
             fresh().load_state_dict(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["mask.up.weight", "steps", "asked", "settings"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_tensors_without_values_are_refused(name: str, strict: bool, block: Block) -> None:
+    state, pruner = saved_by(block), fresh()
+    for empty in (state[name].to("meta"), state[name].to_sparse()):
+        with pytest.raises(StateError, match=f"Saved '{name}' has no values to read"):
+            pruner.load_state_dict({**state, name: empty}, strict=strict)
+        assert untouched(pruner)
+
+
+@pytest.mark.parametrize(
+    ("scope", "pattern", "most"),
+    [
+        (None, None, 1024),  # a state that does not tell its scope: half of all
+        ("model", None, 2),
+        ("layer", None, 3),
+        ("row", None, 64 + 16 + 1),
+        ("model", "block:4x2", 8 + 1),
+        ("layer", "block:4x2", 2 * 8 + 1),
+        ("model", "2:4", 2048 / 4 + 1),
+    ],
+)
+def test_how_far_masks_may_be_off_by_rounding(
+    scope: str | None, pattern: str | None, most: float, block: Block
+) -> None:
+    sites, _ = find_sites(block)
+    assert [tuple(site.parameter.shape) for site in sites] == [(64, 16), (16, 64)]
+    assert rounding(sites, scope, parse_pattern(pattern)) == most
 
 
 @pytest.mark.parametrize(
