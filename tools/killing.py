@@ -15,11 +15,14 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from tests.fuzzing import TRAIN, Broken, check, home, saved_model
 
@@ -59,6 +62,7 @@ def start(words: list[str], folder: Path, at: int | None = None) -> tuple[int, i
 
         silence = os.open(os.devnull, os.O_WRONLY)
         log = os.open(folder.parent / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        tqdm.set_lock(threading.RLock())  # the lock that is there is shared: a process killed in it would keep it
         os.dup2(silence, 1)
         os.dup2(log, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
