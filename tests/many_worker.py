@@ -190,6 +190,9 @@ def refusals() -> dict[str, Any]:
     found["none"] = said(lambda: sc.prune(model, batches("mlp") if rank == 0 else []))
     found["settings"] = said(lambda: sc.prune(model, batches("mlp"), score="variance" if rank == 0 else "wanda"))
 
+    found["score"] = said(lambda: sc.prune(model, batches("mlp"), score="variance" if rank == 0 else "nope"))
+    found["order"] = said(lambda: sc.probe(model, batches("mlp"), order="joint" if rank == 0 else "nope"))
+
     def fails(model: nn.Module) -> float:
         if rank == 1:
             raise RuntimeError("the disk is full")

@@ -69,6 +69,8 @@ def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
         assert found["counts"].startswith("ShardError: The batches of rank 1 are not those of rank 0.")
         assert found["weights"].startswith("ShardError: The weights of rank 1 are not those of rank 0.")
         assert found["settings"].startswith("ShardError: ")
+        assert "No score is named 'nope'" in found["score"]
+        assert "No order 'nope'" in found["order"]
         assert found["sharded"].startswith("ShardError: distributed=False is for whole models")
         assert found["parallel"].startswith("ShardError: A parameter 'weight' of shape (37, 12) is distributed, but")
         assert found["restored"] is True
