@@ -18,7 +18,7 @@ import secateur as sc
 from secateur import pieces, selection
 from secateur.bits import to_bits
 from secateur.errors import PatternError, ScheduleError, ScoreError
-from secateur.pieces import HIGHEST_KEY, LOWEST_KEY, Piece, keys_of, places_of, value_of
+from secateur.pieces import HIGHEST_KEY, LOWEST_KEY, Piece, keys_of, places_of, value_of, values_of
 from secateur.shards import ALONE
 from tests import oracle
 
@@ -117,6 +117,7 @@ def test_keys_order_as_floats_do(values: list[float]) -> None:
     keys = keys_of(scores)
     assert torch.equal(keys[:, None] < keys, scores[:, None] < scores)
     assert all(value_of(int(key)) == value for key, value in zip(keys, scores.tolist(), strict=True))
+    assert torch.equal(values_of(keys), scores)
 
 
 @given(st.lists(st.booleans(), max_size=40))
