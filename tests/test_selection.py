@@ -256,3 +256,11 @@ def test_a_piece_with_bits_for_a_mask_becomes_one_with_bools() -> None:
     assert torch.equal(plain.alive, alive)
     assert plain.unpacked() is plain
     assert plain.living() == int(alive.sum())
+
+
+def test_where_the_cut_lies_beside_a_bracket() -> None:
+    """Both ends of the bracket were counted inside it, and are not looked at again outside."""
+    assert selection.narrowed((10, 20), 3, 3, 4) == (LOWEST_KEY, 9, 3)
+    assert selection.narrowed((10, 20), 4, 3, 4) == (10, 20, 1)
+    assert selection.narrowed((10, 20), 7, 3, 4) == (10, 20, 4)
+    assert selection.narrowed((10, 20), 8, 3, 4) == (21, HIGHEST_KEY, 1)
