@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import secateur as sc
 from secateur.calibration import standard_loss
 from secateur.choices import Select
-from secateur.registry import resolve
+from secateur.registry import Score, resolve
 from secateur.subject import Subject
 from secateur.veto import MOST_GROWTH, Probe, Trial, agrees, growth, tempered
 from tests.interrupts import unharmed
@@ -270,6 +270,9 @@ def test_levels_that_cannot_be() -> None:
     model, batches = classifier()
     for settings, message in (
         ({"start": 0.0}, "start"),
+        ({"start": 1.0}, "start"),
+        ({"step": 0.0}, "step"),
+        ({"max_drop": -0.5}, "max_drop"),
         ({"tune": "all"}, "tune is"),
         ({"order": "sideways"}, "No order"),
     ):
@@ -467,3 +470,22 @@ def test_tuning_both_goes_back_to_the_masks_before_the_last_good_ones(monkeypatc
     before, after = sparsities_at_levels(monkeypatch, "both")
     assert before == [0.0, *after[:2], after[0], after[3]]
     assert after[0] < after[1]
+
+
+def test_what_is_gone_counts_towards_the_next_level() -> None:
+    """Also with a score that ranks zeros above all others."""
+    model, batches = classifier()
+    settings: dict[str, Any] = {"start": 0.2, "step": 0.1, "max_drop": 0.0, "tolerance": 1e9, "tune": False}
+    figures = iter([9, 9, 9, 0, 0, 0])
+    largest = Score("largest", lambda weight: -weight.abs())
+    report = sc.probe_until(model, batches, lambda _: next(figures), score=largest, scope="model", **settings)
+    assert [update.pruned for update in report.updates] == [round(share * report.prunable) for share in (0.2, 0.3)]
+
+
+@pytest.mark.parametrize(("order", "copies"), [("joint", 3), ("reverse", 1)])
+def test_a_joint_probe_plans_room_for_all_it_keeps(order: str, copies: int) -> None:
+    """Gradients before and after, and the candidates' values."""
+    model, batches = classifier()
+    subject = Subject(model, batches)
+    Probe(subject, resolve("magnitude"), Select("layer", None, None), shrink=0.1, order=order, group=1)
+    assert subject.copies == copies

@@ -18,7 +18,7 @@ import secateur as sc
 from secateur import pieces, selection
 from secateur.bits import to_bits
 from secateur.errors import PatternError, ScheduleError, ScoreError
-from secateur.pieces import HIGHEST_KEY, LOWEST_KEY, Piece, keys_of, places_of, value_of
+from secateur.pieces import HIGHEST_KEY, LOWEST_KEY, Piece, keys_of, places_of, value_of, values_of
 from secateur.shards import ALONE
 from tests import oracle
 
@@ -117,6 +117,7 @@ def test_keys_order_as_floats_do(values: list[float]) -> None:
     keys = keys_of(scores)
     assert torch.equal(keys[:, None] < keys, scores[:, None] < scores)
     assert all(value_of(int(key)) == value for key, value in zip(keys, scores.tolist(), strict=True))
+    assert torch.equal(values_of(keys), scores)
 
 
 @given(st.lists(st.booleans(), max_size=40))
@@ -255,3 +256,11 @@ def test_a_piece_with_bits_for_a_mask_becomes_one_with_bools() -> None:
     assert torch.equal(plain.alive, alive)
     assert plain.unpacked() is plain
     assert plain.living() == int(alive.sum())
+
+
+def test_where_the_cut_lies_beside_a_bracket() -> None:
+    """Both ends of the bracket were counted inside it, and are not looked at again outside."""
+    assert selection.narrowed((10, 20), 3, 3, 4) == (LOWEST_KEY, 9, 3)
+    assert selection.narrowed((10, 20), 4, 3, 4) == (10, 20, 1)
+    assert selection.narrowed((10, 20), 7, 3, 4) == (10, 20, 4)
+    assert selection.narrowed((10, 20), 8, 3, 4) == (21, HIGHEST_KEY, 1)

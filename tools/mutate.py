@@ -40,7 +40,7 @@ NEAREST = {
     "allocation": ("allocation",),
     "masks": ("masks", "pruner", "pruning"),
     "bits": ("masks", "patterns", "regrowth"),
-    "pruner": ("pruner", "resume", "regrowth", "api", "optimizers"),
+    "pruner": ("pruner", "resume", "regrowth", "api", "optimizers", "optim"),
     "saving": ("resume", "pruner"),
     "clock": ("pruner", "resume"),
     "facts": ("pruner", "scores", "resume", "optim", "optimizers", "pruning"),
