@@ -68,6 +68,7 @@ class Listener:
         self._looked = self._late = self._idle = 0
         self._version: int | None = None
         self._warned: set[str] = set()
+        self._stepping: set[int] = set()  # optimizers inside their step
         for number, optimizer in enumerate(optimizers):
             self._register(number, optimizer)
 
@@ -87,7 +88,13 @@ class Listener:
         optimizer.register_step_post_hook(torch.compiler.disable(after))
 
     def _before(self, number: int, given: tuple[Any, ...], named: dict[str, Any]) -> Arguments | None:
-        """Look for zeros before the first step, and read the gradients: now, or when a closure has made them."""
+        """Look for zeros before the first step, and read the gradients: now, or when a closure has made them.
+
+        The step of a subclass may call that of its parent, and torch calls the hooks for both: one step is counted.
+        """
+        if number in self._stepping:
+            return None
+        self._stepping.add(number)
         if not self._facts.stepped:
             self._check_zeros()
         if "movement_sum" not in self._facts.kept or was_skipped(self._optimizers[number]):
@@ -112,6 +119,9 @@ class Listener:
         return evaluate
 
     def _after(self, number: int) -> None:
+        if number not in self._stepping:
+            return
+        self._stepping.discard(number)
         skipped = was_skipped(self._optimizers[number])
         self._facts.settle_movement(number, taken=not skipped)
         if skipped:

@@ -471,3 +471,23 @@ def test_bitsandbytes(kind: str) -> None:
             zero = int((state[f"qmap{number}"] == 0).nonzero()) if f"qmap{number}" in state else 0
             assert bool((codes[..., ~mask] == zero).all())
             assert bool((codes[..., mask] != zero).any())
+
+
+@pytest.mark.parametrize("score", ["magnitude", "movement"])
+def test_a_step_that_calls_its_parents_counts_once(score: str, block: Block) -> None:
+    class Mine(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    torch.optim.AdamW(block.parameters())  # from now on torch hooks the step of this class and that of the subclass
+    plain = Block()
+    plain.load_state_dict(block.state_dict())
+    sums = []
+    for model, kind in ((block, Mine), (plain, torch.optim.AdamW)):
+        optimizer = kind(model.parameters())
+        pruner = sc.Pruner(model, optimizer, score=score, sparsity=sc.linear(0.5, begin=0, end=8), every=1)
+        torch.manual_seed(0)
+        train(model, optimizer, 4, pruner.step)
+        assert pruner.report().step == 4
+        sums.append(pruner.masks)
+    assert all(torch.equal(mask, sums[1][name]) for name, mask in sums[0].items())
