@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -243,6 +242,7 @@ def test_a_replicated_piece_is_counted_by_the_first_process_alone() -> None:
 
 def test_an_empty_alive_mask_of_numpys_is_taken() -> None:
     """NumPy gives an empty array a stride of zero."""
+    np = pytest.importorskip("numpy", reason="numpy is not installed")
     scores = {"a": torch.zeros(0), "b": torch.arange(4.0)}
     masks = sc.select(scores, 0.5, alive={"a": torch.from_numpy(np.random.default_rng(0).random(0) > 0.5)})
     assert masks["b"].tolist() == [False, False, True, True]
