@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from secateur import masks
 from secateur.bits import as_bool, from_bits, inverted, pack, packed_bytes, to_bits, unpack
-from secateur.masks import apply, checksum
+from secateur.masks import Held, apply, checksum
 from secateur.pieces import mixed
 
 
@@ -102,3 +102,11 @@ def test_flat_bits_by_hand() -> None:
     assert torch.equal(from_bits(to_bits(longer), 40), longer)
     for held in (longer, to_bits(longer)):
         assert torch.equal(as_bool(held, (5, 8)), longer.view(5, 8))
+
+
+def test_how_many_weights_would_come_back() -> None:
+    held = Held([torch.ones(2, 3), torch.ones(4)])
+    gone = [torch.tensor([True, False, False, True, True, False]), torch.ones(4, dtype=torch.bool)]
+    held.take([mask.clone() for mask in gone])
+    back = [torch.tensor([False, True, False, True, True, True]), torch.tensor([True, False, True, True])]
+    assert held.returning(back) == [2, 0]

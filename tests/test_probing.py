@@ -489,3 +489,13 @@ def test_a_joint_probe_plans_room_for_all_it_keeps(order: str, copies: int) -> N
     subject = Subject(model, batches)
     Probe(subject, resolve("magnitude"), Select("layer", None, None), shrink=0.1, order=order, group=1)
     assert subject.copies == copies
+
+
+def test_nothing_is_printed_unasked(capsys: pytest.CaptureFixture[str]) -> None:
+    model, batches = classifier()
+    sc.probe(model, batches, skip="0")
+    sc.prune(model, batches, skip="0")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+    sc.probe(model, batches, skip="0", progress=True)
+    assert "gradients" in capsys.readouterr().err

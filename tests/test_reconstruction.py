@@ -166,3 +166,10 @@ def test_how_far_damping_goes() -> None:
 def test_an_input_that_was_always_zero_is_damped_by_the_mean() -> None:
     found = damped(torch.diag(torch.tensor([2.0, 0.0, 4.0])), damping=0.5)
     assert torch.equal(found, torch.diag(torch.tensor([3.5, 3.0, 5.5])))  # of inputs that are not always zero
+
+
+def test_a_share_of_nothing_drops_nothing(layer: tuple[Tensor, Tensor]) -> None:
+    weight, inputs = layer
+    found, mask = sweep(weight, inverse_factor(inputs.T @ inputs)[0], cheapest(0.0, weight.numel()))
+    assert bool(mask.all())
+    assert torch.equal(found, weight)

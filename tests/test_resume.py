@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import secateur as sc
-from secateur.errors import StateError
+from secateur.errors import ScheduleError, StateError
 from secateur.saving import rounding
 from secateur.sites import find_sites
 from secateur.tiles import parse_pattern
@@ -374,3 +374,20 @@ def test_facts_and_marks_of_rows_are_saved_and_come_back(block: Block) -> None:
     other.load_state_dict(state)
     again = other.state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in state.items())
+
+
+def test_a_schedule_that_falls_after_resuming_is_refused(block: Block) -> None:
+    def wave(step: int) -> float:
+        return 0.5 if step <= 4 else 0.2
+
+    state = None
+    for steps in (4, 4):
+        optimizer = torch.optim.AdamW(block.parameters())
+        pruner = sc.Pruner(block, optimizer, score="magnitude", sparsity=wave, every=2)
+        if state is not None:
+            pruner.load_state_dict(state)
+            with pytest.raises(ScheduleError, match="falls"):
+                train(block, optimizer, steps, pruner.step)
+        else:
+            train(block, optimizer, steps, pruner.step)
+            state = pruner.state_dict()
