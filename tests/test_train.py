@@ -566,3 +566,20 @@ def test_half_a_settings_file_of_a_killed_run_does_not_stand_in_its_way(
     (tmp_path / "run" / ".checkpoint.lock").touch()
     assert main([*runs[1], "--out", str(tmp_path / "run")]) == 0
     assert not list((tmp_path / "run").glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["best/model.safetensors", "checkpoint/state.json", "checkpoint"])
+def test_what_a_damaged_run_says_to_delete_is_that_run(
+    name: str, runs: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs[0] / "finished", folder)
+    if (folder / name).is_dir():
+        shutil.rmtree(folder / name)
+    (folder / name).write_text('{"format": 0}')
+    capsys.readouterr()
+    assert main([*runs[1], "--out", str(folder)]) == 2
+    assert f"or delete {folder} to begin again" in capsys.readouterr().err
+    shutil.rmtree(folder)
+    assert main([*runs[1], "--out", str(folder)]) == 0
+    assert (folder / "best" / "model.safetensors").is_file()

@@ -26,6 +26,7 @@ from secateur.sites import plain_name
 
 FORMAT = 1
 STATE = "state.json"
+CHECKPOINT, BEST = FOLDERS = ("checkpoint", "best")  # of a run, which hold tensors
 EXTRA = '"secateur[lab]"'
 PICKLES = (".bin", ".ckpt", ".distcp", ".pickle", ".pkl", ".pt", ".pth")
 KINDS = {"step": int, "seconds": float, "best": float, "processes": int, "noted": int, "gradients": list}
@@ -113,10 +114,11 @@ class Checkpoint:
 
 
 def damaged(path: Path, why: str) -> StateError:
-    """The error for a file of a checkpoint that cannot be used."""
+    """The error for a file of a run's weights or checkpoint, or for the folder of either, that cannot be used."""
+    run = next((part.parent for part in (path, *path.parents) if part.name in FOLDERS), path.parent)
     return StateError(
-        f"{path} is damaged or of another run ({' '.join(why.split())}). Put back a copy of it, or delete"
-        f" {path.parent.parent} to begin again."
+        f"{path} is damaged or of another run ({' '.join(why.split())}). Put back a copy of it, or delete {run} to"
+        " begin again."
     )
 
 

@@ -14,11 +14,11 @@ from typing import Any
 from secateur.errors import SaveError, SecateurError, StateError
 from secateur.files import check_folder, clear, locked, read_json, write
 from secateur.lab.experiment import Experiment
-from secateur.lab.keeping import check_checkpoint, check_tensors
+from secateur.lab.keeping import BEST, CHECKPOINT, check_checkpoint, check_tensors
 from secateur.lab.rows import measure_of
 from secateur.lab.runs import CONFIG, METRICS, SUMMARY, read_run
 
-CHECKPOINT, BEST, WEIGHTS = "checkpoint", "best", "model.safetensors"
+WEIGHTS = "model.safetensors"
 REPORT, GRADIENT, GPU = "report.json", "gradient.json", "gpu.json"
 LOCK = ".lock"
 ADVICE = "Put back a copy of it, or name another folder with --out."
