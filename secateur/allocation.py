@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from secateur.errors import PatternError
-from secateur.pieces import Piece, keys_of, values_of
+from secateur.pieces import Peers, Piece, keys_of, values_of
 from secateur.selection import refuse_nan
-from secateur.shards import Peers
 
 ALLOCATIONS = ("uniform", "erk", "depth", "owl", "lamp")
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from secateur.errors import FactError
-from secateur.pieces import Piece, Where, flat_part, sent
+from secateur.pieces import ALONE, Peers, Piece, Where, flat_part, sent
 from secateur.registry import SCALAR_FACTS, Score, resolve, scores
-from secateur.shards import ALONE, Peers, is_sharded, local, placement
+from secateur.shards import is_sharded, local, placement
 from secateur.sites import Site
 from secateur.targets import Target
 

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from secateur.calibration import Batch, Loss
-from secateur.choices import scope_for, selector
 from secateur.errors import ScheduleError
-from secateur.patterns import check_choice
+from secateur.patterns import check_choice, selector
 from secateur.probing import Metric, Wardrobe, alone, check_probe, share_gone
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.shards import told_to_all
 from secateur.sites import Globs
-from secateur.subject import Subject, undone_on_error
+from secateur.subject import Subject, scope_for, undone_on_error
 from secateur.veto import Probe, Trial
 
 TRIES = 7  # tolerances that are tried when a level fails: none, then ever closer to the largest that will do

@@ -13,7 +13,7 @@ from torch import Tensor
 from secateur.clock import Clock
 from secateur.errors import OptimizerError
 from secateur.facts import Facts, was_skipped
-from secateur.masks import Held
+from secateur.held import Held
 from secateur.shards import local
 
 CHECKED = 8  # calls of pruner.step() in which the order of the loop is looked at: it does not change later

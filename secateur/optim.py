@@ -157,11 +157,12 @@ class AdamW(torch.optim.AdamW):
         fast, slow = [], []
         for p, g, m, v, top, _ in zip(*lists[:4], largest, lists[5], strict=True):
             part = Part(p, g, m, v, top, self.state[p]["step"], self._masks.get(id(p)))
-            here = part.here()
+            here = _local(part)
             if kernels.takes(here, group):
                 fast.append(replace(here, step=self._step_on(p, torch.device("cpu"))))
             else:
                 wanted = here.parameter.device if group["fused"] or group["capturable"] else torch.device("cpu")
+                part = part if group["differentiable"] else here
                 slow.append(replace(part, step=self._step_on(p, wanted)))
         ready = kernels.prepare_adamw(fast, hyper)
         kernels.take_adamw(ready, [part.gradient for part in fast], hyper, soft)
@@ -219,6 +220,18 @@ class AdamW(torch.optim.AdamW):
             fresh = torch.zeros(HISTORY, dtype=torch.float32, device=norm.device)
             norms = self.param_groups[0]["spam_norms"] = fresh if norms is None else norms.to(norm.device)
         return soften(self.spam, norms, norm.float(), self.taken)
+
+
+def _local(part: Part) -> Part:
+    """The same with only what this process holds of every tensor."""
+    return replace(
+        part,
+        parameter=local(part.parameter.detach()),
+        gradient=local(part.gradient.detach()),
+        exp_avg=local(part.exp_avg),
+        exp_avg_sq=local(part.exp_avg_sq),
+        max_exp_avg_sq=None if part.max_exp_avg_sq is None else local(part.max_exp_avg_sq),
+    )
 
 
 def _places(lists: list[list[Any]], group: Mapping[str, Any], hyper: Hyper) -> list[Any] | None:

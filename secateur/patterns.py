@@ -17,10 +17,9 @@ from secateur import allocation as allocations
 from secateur.bits import to_bits
 from secateur.errors import PatternError
 from secateur.kernels import prune_groups
-from secateur.pieces import Piece, Where, flat_part
+from secateur.pieces import ALONE, Peers, Piece, Where, flat_part
 from secateur.ranking import rank
 from secateur.schedules import check_sparsity
-from secateur.shards import ALONE, Peers
 from secateur.targets import Selection, Target
 from secateur.tiles import Layout, Pattern, Tiling, pairwise_sum, parse_pattern
 
@@ -216,3 +215,28 @@ def _target_from(name: str, scores: Tensor, alive: Mapping[str, Tensor] | None) 
     )
     layout = Layout() if scores.ndim > 1 else Layout(rows=(), inputs=0)
     return Target(piece, tuple(scores.shape), tuple(scores.shape), layout)
+
+
+@dataclass(frozen=True)
+class Select:
+    """Selects at any sparsity, within one scope, pattern and allocation."""
+
+    scope: str
+    pattern: Pattern | None
+    allocation: str | None
+
+    def __call__(self, targets: list[Target], asked: float, packed: bool) -> Selection:
+        return choose(targets, asked, scope=self.scope, pattern=self.pattern, allocation=self.allocation, packed=packed)
+
+    @property
+    def together(self) -> bool:
+        """Whether weights of all layers compete with each other."""
+        by_group = self.pattern is not None and self.pattern.kept is not None
+        return self.scope == "model" and self.allocation is None and not by_group
+
+
+def selector(
+    scope: str, pattern: Pattern | None, allocation: str | None, sparsity: float | None
+) -> tuple[float, Select]:
+    """The sparsity that is meant, and what selects at any."""
+    return check_choice(sparsity, scope, pattern, allocation), Select(scope, pattern, allocation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +11,27 @@ import torch
 from torch import Tensor
 
 from secateur.bits import from_bits
-from secateur.shards import Peers
 
 Where = slice | Tensor  # a flat range, or flat indices
+
+
+class Peers:
+    """The processes that hold the shards of one model. This class is a single process; `model.distributed` has the one
+    for several."""
+
+    rank, size = 0, 1
+    bytes_sent = 0  # what this process has handed to the network
+
+    def sum(self, counts: Tensor) -> Tensor:
+        """Elementwise sum of an integer tensor over all peers."""
+        return counts
+
+    def totals(self, counts: Sequence[int]) -> list[int]:
+        """The same for plain numbers."""
+        return list(counts)
+
+
+ALONE = Peers()
 
 CHUNK = 1 << 19  # scores evaluated at a time: 2 MiB of fp32, small enough to stay in cache between operations
 
@@ -92,15 +110,6 @@ def value_of(key: int) -> float:
     bits = key & 0xFFFFFFFF
     value: float = struct.unpack("f", struct.pack("I", bits ^ 0x7FFFFFFF if bits >> 31 else bits))[0]
     return value
-
-
-def mixed(numbers: Tensor) -> Tensor:
-    """Thirty-two well-mixed bits for each int64, the same everywhere (the finalizer of a 32-bit hash, twice)."""
-    bits = numbers ^ (numbers >> 32)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        bits = bits & 0xFFFFFFFF
-        bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
-    return bits ^ (bits >> 16)
 
 
 def without_lowest(keys: Tensor, count: int) -> Tensor:

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from secateur import kernels
 from secateur.calibration import Batch, Loss
-from secateur.choices import scope_for, selector
 from secateur.errors import PatternError, ScheduleError
-from secateur.patterns import check_choice
+from secateur.patterns import check_choice, selector
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.shards import told_to_all
 from secateur.shelf import on_host
 from secateur.sites import Globs, unfit_for
-from secateur.subject import Subject, undone_on_error
+from secateur.subject import Subject, scope_for, undone_on_error
 from secateur.thrift import fits_twice
 from secateur.tiles import parse_pattern
 from secateur.veto import Probe

@@ -15,8 +15,9 @@ from secateur.bits import packed_bytes
 from secateur.clock import Clock
 from secateur.errors import StateError
 from secateur.facts import Facts
+from secateur.held import Held
 from secateur.listening import Listener, optimizers_in
-from secateur.masks import Held, checksum
+from secateur.masks import checksum
 from secateur.optim import AdamW
 from secateur.patterns import check_choice, choose, quota_for
 from secateur.pieces import Piece

@@ -11,17 +11,16 @@ from torch import Tensor, nn
 
 from secateur.bits import to_bits
 from secateur.calibration import Batch, Loss
-from secateur.choices import Select, scope_for, selector
 from secateur.errors import PatternError, ScheduleError
 from secateur.mending import repair, sparsegpt, sparsegpt_unfit
-from secateur.patterns import check_choice
+from secateur.patterns import Select, check_choice, selector
 from secateur.registry import Score, resolve
 from secateur.report import Outcome
 from secateur.schedules import cubic
 from secateur.shards import told_to_all
 from secateur.shelf import on_host
 from secateur.sites import Globs, unfit_for
-from secateur.subject import Subject, undone_on_error
+from secateur.subject import Subject, scope_for, undone_on_error
 from secateur.targets import Selection
 from secateur.tiles import Pattern, parse_pattern
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from secateur.bits import to_bits
 from secateur.kernels import rank_tiles
-from secateur.pieces import CHUNK, Piece, Where, without_lowest
+from secateur.pieces import CHUNK, Peers, Piece, Where, without_lowest
 from secateur.selection import prune_exactly, refuse_nan
-from secateur.shards import Peers
 from secateur.targets import Selection, Target
 from secateur.tiles import Pattern, Tiling
 

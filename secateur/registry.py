@@ -27,6 +27,7 @@ class Score:
     name: str
     function: Callable[..., Tensor]
     options: Mapping[str, Any] = field(default_factory=dict)
+    scope: str | None = None
     allocation: str | None = None
 
     @cached_property
@@ -61,17 +62,19 @@ def score(
     function: Callable[..., Tensor] | None = None,
     *,
     aliases: tuple[str, ...] = (),
+    scope: str | None = None,
     allocation: str | None = None,
 ) -> Any:
     """Register a pure elementwise function as a score. Use bare (`@score`) or with options.
 
-    `aliases` are further names for the same formula; `allocation` is the layer allocation a Pruner uses with it
-    unless told otherwise.
+    `scope` is that of the score's paper, the default after training; `allocation` is the layer allocation a Pruner uses
+    unless told otherwise. `aliases` are further names for the same formula, without that scope.
     """
     if function is None:
-        return lambda wrapped: score(wrapped, aliases=aliases, allocation=allocation)
+        return lambda wrapped: score(wrapped, aliases=aliases, scope=scope, allocation=allocation)
     for name in (function.__name__, *aliases):
-        entry = Score(name, function, allocation=allocation)
+        own = scope if name == function.__name__ else None
+        entry = Score(name, function, scope=own, allocation=allocation)
         known = _REGISTERED.get(name)
         if known is not None and _origin(known.function) != _origin(function):
             raise ScoreError(f"A score named {name!r} exists already ({_origin(known.function)}). Choose another name.")
@@ -166,3 +169,12 @@ def _check_contract(entry: Score) -> None:
         raise ScoreError(
             f"Score {entry.name!r} writes into its arguments, which are the weights and moments themselves."
         )
+
+
+def mixed(numbers: Tensor) -> Tensor:
+    """Thirty-two well-mixed bits for each int64, the same everywhere (the finalizer of a 32-bit hash, twice)."""
+    bits = numbers ^ (numbers >> 32)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        bits = bits & 0xFFFFFFFF
+        bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
+    return bits ^ (bits >> 16)

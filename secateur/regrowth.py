@@ -20,9 +20,10 @@ from secateur.bits import inverted
 from secateur.errors import FactError, RegrowthError
 from secateur.facts import target_of
 from secateur.patterns import Quota, fulfil
+from secateur.pieces import Peers
 from secateur.registry import Score, resolve
 from secateur.schedules import Schedule
-from secateur.shards import Peers, local
+from secateur.shards import local
 from secateur.sites import Site
 from secateur.targets import Selection, Target
 from secateur.tiles import Pattern

@@ -15,9 +15,10 @@ from secateur.bits import pack, to_bits, unpack
 from secateur.clock import Clock
 from secateur.errors import StateError
 from secateur.facts import KEPT_FACTS, Facts
-from secateur.masks import Held
-from secateur.pieces import mixed
-from secateur.shards import Peers, like, local, part_of, placement
+from secateur.held import Held
+from secateur.pieces import Peers
+from secateur.registry import mixed
+from secateur.shards import like, local, part_of, placement
 from secateur.sites import Site
 from secateur.tiles import Pattern, tile_of
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from secateur.errors import ScoreError
-from secateur.pieces import mixed
-from secateur.registry import score
+from secateur.registry import mixed, score
 from secateur.registry import scores as scores
 
 
@@ -48,7 +47,7 @@ def _toward_zero(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, eps: float
     return weight.sign() * exp_avg / (exp_avg_sq.sqrt() + eps)
 
 
-@score(aliases=("bitter1", "bitter2"))
+@score(aliases=("bitter1", "bitter2"), scope="layer")
 def magnitude(weight: Tensor) -> Tensor:
     """|w|"""
     return weight.abs()
@@ -139,7 +138,7 @@ def movement(movement_sum: Tensor) -> Tensor:
     return movement_sum
 
 
-@score
+@score(scope="row")
 def wanda(weight: Tensor, input_norm: Tensor) -> Tensor:
     """|w| ||x||: weight times the L2 norm of the input feature it multiplies (Sun et al. 2023)"""
     return weight.abs() * input_norm

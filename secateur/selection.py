@@ -17,10 +17,12 @@ from torch import Tensor
 
 from secateur.errors import ScoreError
 from secateur.pieces import (
+    ALONE,
     CHUNK,
     DEAD_KEY,
     HIGHEST_KEY,
     LOWEST_KEY,
+    Peers,
     Piece,
     Where,
     at_least,
@@ -31,7 +33,6 @@ from secateur.pieces import (
     value_of,
 )
 from secateur.sampling import sampled_cut as sampled_cut
-from secateur.shards import ALONE, Peers
 
 Part = Iterable[tuple[Where, Tensor]]  # places and their keys, in flat order; may be walked through again
 

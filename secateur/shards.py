@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from secateur.errors import ShardError
+from secateur.pieces import ALONE, Peers
 
 
-class Peers:
-    """The processes that hold the shards of one model: my rank among them, how many there are, and their sum."""
+class ShardGroup(Peers):
+    """Peers that sum over a process group; with no group, one process on its own."""
 
     def __init__(self, group: Any = None, device: str = "cpu") -> None:
         self._group, self._device = group, device
@@ -31,7 +32,7 @@ class Peers:
         self.bytes_sent = 0
 
     def sum(self, counts: Tensor) -> Tensor:
-        """Elementwise sum of an integer tensor over all peers; what each process hands to the network is counted."""
+        """Elementwise sum of an integer tensor over all peers; the bytes this process sends are counted."""
         if self._group is None:
             return counts
         total = counts.to(self._device, copy=True)
@@ -46,7 +47,6 @@ class Peers:
         return self.sum(torch.tensor(counts, dtype=torch.int64, device="cpu")).tolist()
 
 
-ALONE = Peers()
 BUCKET = 25 << 20  # bytes of small tensors that are sent at once
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -56,7 +56,7 @@ Announced = tuple[int, torch.dtype, tuple[int, ...]]  # the number, type and sha
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Ranks(Peers):
+class Ranks(ShardGroup):
     """The processes that share the batches of one call. Rank r of W takes batches r, r + W, r + 2 W and so on, so that
     turn t has batches t W to t W + W - 1 in the order of ranks.
 
@@ -290,7 +290,7 @@ def peers_of(tensors: Iterable[Tensor]) -> Peers:
             f"The prunable tensors are sharded over {len(groups)} different process groups, so one selection cannot"
             " sum over them. Make one Pruner per group, with only=... naming its tensors."
         )
-    return Peers(*next(iter(groups.values())))
+    return ShardGroup(*next(iter(groups.values())))
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
@@ -356,7 +356,7 @@ def check_replicas(model: nn.Module, checksum: Callable[[], int]) -> None:
     """Under DistributedDataParallel, make sure that every rank came to the same masks: eight bytes from each."""
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return
-    peers = Peers(model.process_group, next(model.parameters()).device.type)
+    peers = ShardGroup(model.process_group, next(model.parameters()).device.type)
     mine = checksum()
     if len(set(peers.totals([mine if rank == peers.rank else 0 for rank in range(peers.size)]))) > 1:
         raise ShardError(

@@ -14,11 +14,13 @@ from secateur import kernels
 from secateur.bits import as_bool, packed_bytes, to_bits
 from secateur.calibration import Batch
 from secateur.facts import least_spared, spared_share, target_of
-from secateur.masks import Held, Masks
+from secateur.held import Held, Masks
 from secateur.observed import Facts, Observed
 from secateur.registry import Score
 from secateur.report import Outcome, TensorRow, Update
+from secateur.sites import Site
 from secateur.targets import Selection, Target
+from secateur.tiles import Pattern
 
 
 @contextmanager
@@ -169,3 +171,18 @@ class Subject(Observed):
             notes=tuple(self.notes.values()),
             masks=self.masks(),
         )
+
+
+def scope_for(
+    score: Score, scope: str | None, pattern: Pattern | None, allocation: str | None, sites: Sequence[Site]
+) -> str:
+    """The scope that is meant when none is given: that of the score's paper. Rows of WANDA are for linear layers; in
+    convolutional networks, where they do worse than magnitude, all weights compete."""
+    if scope is not None:
+        return scope
+    if pattern is not None or allocation is not None:
+        return "model"
+    kernels = [site for site in sites if site.parameter.ndim > 3]  # one of them may cut pictures for a transformer
+    if score.scope == "row" and len(kernels) > 1:
+        return "model"
+    return score.scope or "model"

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from secateur.bits import as_bool, to_bits
-from secateur.choices import Select
 from secateur.errors import PatternError
 from secateur.facts import UNREACHED, kept_last, target_of
 from secateur.observed import Facts
+from secateur.patterns import Select
 from secateur.pieces import Where, flat_part
 from secateur.registry import Score
 from secateur.subject import Subject

@@ -15,10 +15,9 @@ from secateur.bits import as_bool, to_bits
 from secateur.facts import evaluator
 from secateur.kernels import pipeline, reference
 from secateur.kernels.parts import Hyper, Part
-from secateur.pieces import Piece
+from secateur.pieces import ALONE, Piece
 from secateur.registry import resolve
 from secateur.selection import prune_exactly
-from secateur.shards import ALONE
 
 FUSED = ("magnitude", "bitter0", "bitter3", "bitter6", "bitter7", "bitter8", "variance(q=3/8)", "fisher", "wanda")
 SIZES = (4096 * 2 + 33, 1, 16 * 130, 5000)

@@ -12,8 +12,7 @@ from secateur import allocation
 from secateur.allocation import ALLOCATIONS, spread
 from secateur.errors import PatternError, ScoreError
 from secateur.patterns import choose
-from secateur.pieces import Piece
-from secateur.shards import ALONE
+from secateur.pieces import ALONE, Piece
 from secateur.targets import Target
 from secateur.tiles import Layout
 

@@ -23,8 +23,8 @@ from secateur.kernels import pipeline, sizing
 from secateur.kernels.fusing import plan_for
 from secateur.kernels.parts import Hyper, Part
 from secateur.patterns import choose
+from secateur.pieces import ALONE
 from secateur.registry import resolve
-from secateur.shards import ALONE
 from secateur.targets import Target
 from secateur.tiles import Layout, parse_pattern
 from tests import kernel_cases as cases

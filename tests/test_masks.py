@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from secateur import masks
 from secateur.bits import as_bool, from_bits, inverted, pack, packed_bytes, to_bits, unpack
-from secateur.masks import Held, apply, checksum
+from secateur.held import Held
+from secateur.masks import apply, checksum
 from secateur.pieces import mixed
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.calibration import standard_loss
-from secateur.choices import Select
+from secateur.patterns import Select
 from secateur.registry import Score, resolve
 from secateur.subject import Subject
 from secateur.veto import MOST_GROWTH, Probe, Trial, agrees, growth, tempered

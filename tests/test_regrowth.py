@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import secateur as sc
 from secateur.bits import from_bits, inverted, to_bits
 from secateur.errors import FactError, RegrowthError
-from secateur.pieces import mixed
-from secateur.registry import resolve
+from secateur.registry import mixed, resolve
 from secateur.regrowth import Regrowth
 from tests import kernel_cases as cases
 from tests.conftest import Block, train

@@ -17,8 +17,7 @@ import secateur as sc
 from secateur import pieces, selection
 from secateur.bits import to_bits
 from secateur.errors import PatternError, ScheduleError, ScoreError
-from secateur.pieces import HIGHEST_KEY, LOWEST_KEY, Piece, keys_of, places_of, value_of, values_of
-from secateur.shards import ALONE
+from secateur.pieces import ALONE, HIGHEST_KEY, LOWEST_KEY, Piece, keys_of, places_of, value_of, values_of
 from tests import oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

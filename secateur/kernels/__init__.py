@@ -20,9 +20,8 @@ from torch import Tensor
 from secateur import selection
 from secateur.bits import as_bool, from_bits, to_bits
 from secateur.kernels.parts import Hyper, Part
-from secateur.pieces import Piece, count_of
+from secateur.pieces import ALONE, Peers, Piece, count_of
 from secateur.selection import Cut, refuse_nan
-from secateur.shards import ALONE, Peers
 
 
 class Pruned(NamedTuple):

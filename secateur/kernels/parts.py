@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-
-from secateur.shards import local
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,6 @@ class Part:
     max_exp_avg_sq: Tensor | None
     step: Tensor  # how many steps were taken; kernels want it on the host
     mask: Tensor | None  # bool in the parameter's shape, or flat bits
-
-    def here(self) -> Part:
-        """The same with only what this process holds of every tensor."""
-        return replace(
-            self,
-            parameter=local(self.parameter.detach()),
-            gradient=local(self.gradient.detach()),
-            exp_avg=local(self.exp_avg),
-            exp_avg_sq=local(self.exp_avg_sq),
-            max_exp_avg_sq=None if self.max_exp_avg_sq is None else local(self.max_exp_avg_sq),
-        )
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -19,9 +19,8 @@ from secateur.kernels.board import Board
 from secateur.kernels.engine import Engine
 from secateur.kernels.sizing import Wish, batches
 from secateur.kernels.table import BITS, BOOL, Table, mask_kind, new_masks
-from secateur.pieces import Piece, count_of
+from secateur.pieces import Peers, Piece, count_of
 from secateur.selection import Cut, refuse_nan
-from secateur.shards import Peers
 
 
 def prune_groups(

@@ -13,7 +13,6 @@ from torch.optim.adam import adam
 from secateur.bits import from_bits
 from secateur.kernels.parts import Hyper, Part
 from secateur.masks import apply
-from secateur.shards import like
 
 
 def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
@@ -31,15 +30,13 @@ def population(masks: Sequence[Tensor]) -> Tensor:
 
 def adamw(parts: Sequence[Part], hyper: Hyper, group: Mapping[str, Any], soft: Tensor | None = None) -> None:
     """One step of AdamW for parts of one parameter group, by torch's own function; SPAM before it, masks after it."""
-    here = [part.here() for part in parts]
     if soft is not None:
-        for part in here:
+        for part in parts:
             part.exp_avg.mul_(soft[0].to(part.exp_avg.device))
             part.exp_avg_sq.mul_(soft[1].to(part.exp_avg.device))
     gradients = [part.gradient for part in parts]
     if 0 < hyper.theta < math.inf:
-        clipped = [clip(part.gradient, part.exp_avg_sq, hyper.theta, hyper.unseen) for part in here]
-        gradients = [like(new, old) for new, old in zip(clipped, gradients, strict=True)]
+        gradients = [clip(p.gradient.detach(), p.exp_avg_sq, hyper.theta, hyper.unseen) for p in parts]
     adam(
         [part.parameter for part in parts], gradients, [part.exp_avg for part in parts],
         [part.exp_avg_sq for part in parts],
@@ -50,7 +47,7 @@ def adamw(parts: Sequence[Part], hyper: Hyper, group: Mapping[str, Any], soft: T
         decoupled_weight_decay=True, amsgrad=hyper.amsgrad, beta1=hyper.beta1, beta2=hyper.beta2, lr=hyper.lr,
         weight_decay=hyper.weight_decay, eps=hyper.eps, maximize=hyper.maximize,
     )  # fmt: skip
-    masked = [(tensor, part.mask) for part in here if part.mask is not None for tensor in part.tensors]
+    masked = [(tensor.detach(), part.mask) for part in parts if part.mask is not None for tensor in part.tensors]
     zero([tensor for tensor, _ in masked], [mask for _, mask in masked])
 
 
