@@ -3,14 +3,14 @@ state, and after they are trained, from a few batches of data."""
 
 from secateur import optim, selection
 from secateur.errors import SecateurError
-from secateur.levels import probe_until
-from secateur.patterns import select
-from secateur.probing import probe
+from secateur.oneshot.levels import probe_until
+from secateur.oneshot.probe import probe
+from secateur.oneshot.prune import prune
 from secateur.pruner import Pruner
-from secateur.pruning import prune
 from secateur.report import Report
 from secateur.schedules import constant, cubic, late_cubic, linear
 from secateur.scores import score, scores
+from secateur.selection import select
 
 __version__ = "0.1.0"
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.optim.optimizer import _use_grad_for_differentiable
 
 from secateur import kernels
-from secateur.bits import to_bits
 from secateur.errors import StateError
 from secateur.kernels import reference
 from secateur.kernels.parts import Hyper, Part
-from secateur.shards import local
+from secateur.model.distributed import local
+from secateur.selection.bits import to_bits
 from secateur.spam import HISTORY, Spam, as_spam, clips, is_cold, resets, soften, warmth
 
 __all__ = ["AdamW", "Spam"]

@@ -11,20 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from secateur import kernels
-from secateur.bits import packed_bytes
-from secateur.clock import Clock
 from secateur.errors import StateError
-from secateur.facts import Facts
-from secateur.held import Held
-from secateur.listening import Listener, optimizers_in
-from secateur.masks import checksum
-from secateur.optim import AdamW
-from secateur.patterns import check_choice, choose, quota_for
-from secateur.pieces import Piece
-from secateur.registry import Score, resolve
-from secateur.regrowth import check_gradients, exchange, regrowth_for
-from secateur.report import Report, TensorRow, Update
-from secateur.saving import (
+from secateur.model.clock import Clock
+from secateur.model.distributed import check_replicas, check_tile, is_sharded, like, local, peers_of, unwrap
+from secateur.model.facts import Facts
+from secateur.model.held import Held
+from secateur.model.hooks import Listener, optimizers_in
+from secateur.model.prunable import Globs, LeftOut, check_readable, find_sites, nothing_to_prune, unfit_for
+from secateur.model.saving import (
     DEALT,
     check_count,
     check_mapping,
@@ -40,11 +34,17 @@ from secateur.saving import (
     settings_in,
     state_of,
 )
+from secateur.optim import AdamW
+from secateur.registry import Score, resolve
+from secateur.regrowth import check_gradients, exchange, regrowth_for
+from secateur.report import Report, TensorRow, Update
 from secateur.schedules import Schedule, as_schedule, check_rising, check_sparsity, described
-from secateur.shards import check_replicas, check_tile, is_sharded, like, local, peers_of, unwrap
-from secateur.sites import Globs, LeftOut, check_readable, find_sites, nothing_to_prune, unfit_for
-from secateur.targets import Selection, Target
-from secateur.tiles import parse_pattern, tile_of
+from secateur.selection import check_choice, choose, quota_for
+from secateur.selection.bits import packed_bytes
+from secateur.selection.masks import checksum
+from secateur.selection.pieces import Piece
+from secateur.selection.targets import Selection, Target
+from secateur.selection.tiles import parse_pattern, tile_of
 
 logger = logging.getLogger("secateur")
 

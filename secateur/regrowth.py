@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from secateur import kernels
-from secateur.bits import inverted
 from secateur.errors import FactError, RegrowthError
-from secateur.facts import target_of
-from secateur.patterns import Quota, fulfil
-from secateur.pieces import Peers
+from secateur.model.distributed import local
+from secateur.model.facts import target_of
+from secateur.model.prunable import Site
 from secateur.registry import Score, resolve
 from secateur.schedules import Schedule
-from secateur.shards import local
-from secateur.sites import Site
-from secateur.targets import Selection, Target
-from secateur.tiles import Pattern
+from secateur.selection import Quota, fulfil
+from secateur.selection.bits import inverted
+from secateur.selection.pieces import Peers
+from secateur.selection.targets import Selection, Target
+from secateur.selection.tiles import Pattern
 
 KINDS = ("gradient", "random")
 

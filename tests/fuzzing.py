@@ -27,14 +27,13 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur import allocation, pieces, ranking, selection, tiles
 from secateur.cli import main
 from secateur.errors import ScoreError, SecateurError, StateError
-from secateur.lab.experiment import OPTIMIZERS, PRECISIONS, SCHEDULES, Experiment, read_experiment
+from secateur.lab.config import OPTIMIZERS, PRECISIONS, SCHEDULES, Experiment, read_experiment
 from secateur.lab.runs import read_runs
 from secateur.lab.sweep import cells_of
-from secateur.patterns import SCOPES
-from secateur.recipe import Recipe, read_recipe
+from secateur.oneshot.recipes import Recipe, read_recipe
+from secateur.selection import SCOPES, allocation, exact, pieces, ranking, tiles
 
 Draw = random.Random
 
@@ -423,8 +422,8 @@ def run_folders() -> tuple[Path, Path]:
 
 @cache
 def saved_model() -> Path:
-    """A pruned model as `secateur.hf.save` writes it."""
-    from secateur import hf
+    """A pruned model as `secateur.integrations.transformers.save` writes it."""
+    from secateur.integrations import transformers
     from tests import tiny
 
     torch.manual_seed(1)
@@ -434,7 +433,7 @@ def saved_model() -> Path:
     with torch.no_grad():
         for name, mask in masks.items():
             model.get_parameter(name).mul_(mask)
-    return Path(hf.save(model, tokenizer, home() / "saved", masks, {"report.json": "{}\n"}))
+    return Path(transformers.save(model, tokenizer, home() / "saved", masks, {"report.json": "{}\n"}))
 
 
 def damage(draw: Draw, folder: Path) -> bool:
@@ -492,17 +491,17 @@ def _compared(draw: Draw) -> str:
 
 
 def _masks(draw: Draw) -> str:
-    from secateur import hf
+    from secateur.integrations import transformers
 
     source = saved_model() / "masks.safetensors"
     with workspace() as folder:
         shutil.copy(source, folder)
         told = damage(draw, folder)
         try:
-            found = hf.load_masks(folder)
+            found = transformers.load_masks(folder)
         except SecateurError:
             return "masks: refused"
-        right = hf.load_masks(saved_model())
+        right = transformers.load_masks(saved_model())
         check(found.keys() == right.keys() or not told, "masks of other names")
         if told:
             check(all(torch.equal(found[name], right[name]) for name in right), "masks that were never saved")
@@ -510,14 +509,14 @@ def _masks(draw: Draw) -> str:
 
 
 def _model(draw: Draw) -> str:
-    from secateur import hf
+    from secateur.integrations import transformers
 
     with workspace() as folder:
         shutil.copytree(saved_model(), folder / "model")
         damage(draw, folder / "model")
         try:
             with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-                model, _ = hf.load(folder / "model")
+                model, _ = transformers.load(folder / "model")
         except SecateurError:
             return "model: refused"
         check(isinstance(model, nn.Module), "no model")
@@ -649,17 +648,17 @@ def lowest_go(scores: np.ndarray, alive: np.ndarray, group: np.ndarray, gone: np
 @contextlib.contextmanager
 def small_parts(chunk: int, room: int) -> Iterator[None]:
     """Chunks and the room for what is collected, as small as told."""
-    before = pieces.CHUNK, selection.COLLECTED
-    modules = (pieces, selection, tiles, ranking)
+    before = pieces.CHUNK, exact.COLLECTED
+    modules = (pieces, exact, tiles, ranking)
     try:
         for module in modules:
             module.CHUNK = chunk  # type: ignore[attr-defined]
-        selection.COLLECTED = room
+        exact.COLLECTED = room
         yield
     finally:
         for module in modules:
             module.CHUNK = before[0]  # type: ignore[attr-defined]
-        selection.COLLECTED = before[1]
+        exact.COLLECTED = before[1]
 
 
 PATTERNED = ("1:2", "2:4", "3:5", "block:2x2", "block:1x4", "block:4x1")

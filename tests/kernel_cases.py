@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import secateur as sc
-from secateur.bits import as_bool, to_bits
-from secateur.facts import evaluator
 from secateur.kernels import pipeline, reference
 from secateur.kernels.parts import Hyper, Part
-from secateur.pieces import ALONE, Piece
+from secateur.model.facts import evaluator
 from secateur.registry import resolve
-from secateur.selection import prune_exactly
+from secateur.selection.bits import as_bool, to_bits
+from secateur.selection.exact import prune_exactly
+from secateur.selection.pieces import ALONE, Piece
 
 FUSED = ("magnitude", "bitter0", "bitter3", "bitter6", "bitter7", "bitter8", "variance(q=3/8)", "fisher", "wanda")
 SIZES = (4096 * 2 + 33, 1, 16 * 130, 5000)

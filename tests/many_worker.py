@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import secateur as sc
-from secateur.gradients import gather_gradients
-from secateur.shards import SOLO, Ranks
-from secateur.sites import find_sites
+from secateur.model.distributed import SOLO, Ranks
+from secateur.model.prunable import find_sites
+from secateur.oneshot.gradients import gather_gradients
 from tests.contract import Experts, Rows
 
 

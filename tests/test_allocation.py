@@ -8,13 +8,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from secateur import allocation
-from secateur.allocation import ALLOCATIONS, spread
 from secateur.errors import PatternError, ScoreError
-from secateur.patterns import choose
-from secateur.pieces import ALONE, Piece
-from secateur.targets import Target
-from secateur.tiles import Layout
+from secateur.selection import allocation, choose
+from secateur.selection.allocation import ALLOCATIONS, spread
+from secateur.selection.pieces import ALONE, Piece
+from secateur.selection.targets import Target
+from secateur.selection.tiles import Layout
 
 
 def target(scores: Tensor, alive: Tensor | None = None) -> Target:

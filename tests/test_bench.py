@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from secateur import optim
-from secateur.bench import NAMES, forms, measuring, record, scale, select, step, step_forms
+from secateur.bench import NAMES, forms, measuring, scale, select, step, step_forms
 from secateur.cli import main
+from secateur.lab import record
 
 TOY = {
     "select": "--device cpu --dims 64 --layers 2 --calls 1 --rounds 1",

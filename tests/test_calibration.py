@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from secateur import calibration
-from secateur.calibration import draw, quiet, standard_loss
 from secateur.errors import FactError
-from secateur.gradients import gather_gradients
-from secateur.sites import find_sites
+from secateur.model.prunable import find_sites
+from secateur.oneshot import batches as calibration
+from secateur.oneshot.batches import draw, quiet, standard_loss
+from secateur.oneshot.gradients import gather_gradients
 
 
 class Noisy(nn.Module):

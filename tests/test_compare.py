@@ -14,7 +14,7 @@ from scipy import stats
 
 from secateur.cli import main
 from secateur.errors import ComparisonError
-from secateur.lab.figures import layer_means, lines_of, render
+from secateur.lab.plots import layer_means, lines_of, render
 from secateur.lab.runs import read_runs
 from secateur.lab.statistics import Difference, difference, ratio
 from tests.browser import Collector, open_page

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import secateur as sc
-from secateur.allocation import ALLOCATIONS
 from secateur.registry import _REGISTERED
+from secateur.selection.allocation import ALLOCATIONS
 from tests.conftest import Block, train
 
 DTYPES = [torch.bfloat16, torch.float64]

@@ -10,7 +10,7 @@ import torch
 
 from secateur.cli import main
 from secateur.files import write
-from secateur.lab.corpus import batches, standard_library, windows
+from secateur.integrations.corpus import batches, standard_library, windows
 from secateur.lab.demo import demo
 from secateur.lab.training import Run
 from tests.browser import Collector, open_page

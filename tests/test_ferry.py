@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import secateur as sc
-from secateur import ferry, passage
-from secateur.blocks import Chain
 from secateur.errors import FactError, ModelError
+from secateur.oneshot import offload, passage
+from secateur.oneshot.blocks import Chain
 from tests import tiny
 from tests.trained import Tower
 
@@ -81,7 +81,7 @@ def test_what_goes_to_the_host_is_waited_for(case: str) -> None:
 def test_one_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[Any]] = []
     most = 0
-    real = ferry._Carried.forward
+    real = offload._Carried.forward
 
     def forward(ctx: Any, parameter: Tensor, device: torch.device, deliver: Any) -> Tensor:
         nonlocal most
@@ -90,7 +90,7 @@ def test_one_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         most = max(most, sum(one() is not None for one in alive))
         return copied
 
-    monkeypatch.setattr(ferry._Carried, "forward", staticmethod(forward))
+    monkeypatch.setattr(offload._Carried, "forward", staticmethod(forward))
     model = tiny.llama(num_hidden_layers=5)
     sc.prune(model, IDS, rounds=2, device="cpu:0")
     each = len(list(model.model.layers[0].parameters()))
@@ -196,4 +196,4 @@ def test_a_parameter_inside_and_outside() -> None:
     model.lm_head.weight = nn.Parameter(torch.randn(17, 16))
     model.blocks[0].extra = model.lm_head
     with pytest.raises(ModelError, match="with what lies outside"):
-        ferry.Ferry(model, list(model.blocks), torch.device("cpu:0"))
+        offload.Ferry(model, list(model.blocks), torch.device("cpu:0"))

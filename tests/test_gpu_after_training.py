@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import secateur as sc
-from secateur.facts import evaluator
-from secateur.gradients import gather_gradients
+from secateur.model.facts import evaluator
+from secateur.model.prunable import find_sites
+from secateur.oneshot.gradients import gather_gradients
+from secateur.oneshot.shelf import Shelf
+from secateur.oneshot.subject import Subject
+from secateur.oneshot.thrift import Thrift
 from secateur.registry import resolve
-from secateur.shelf import Shelf
-from secateur.sites import find_sites
-from secateur.subject import Subject
-from secateur.thrift import Thrift
 from tests import tiny
 
 pytestmark = [

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from secateur import hf, smollm2
 from secateur.errors import ModelError, SecateurError
+from secateur.integrations import smollm2
+from secateur.integrations import transformers as hf
 from tests import tiny
 from tests.test_api import run_blocked
 

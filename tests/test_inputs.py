@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import FactError
-from secateur.inputs import Inputs, check_seen, gather_inputs
-from secateur.sites import find_sites
+from secateur.model.prunable import find_sites
+from secateur.oneshot.activations import Inputs, check_seen, gather_inputs
 
 
 def watched(model: nn.Module, inputs: Tensor, **settings: Any) -> tuple[Inputs, dict[str, Any]]:

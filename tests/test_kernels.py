@@ -22,11 +22,11 @@ from secateur.errors import ScoreError
 from secateur.kernels import pipeline, sizing
 from secateur.kernels.fusing import plan_for
 from secateur.kernels.parts import Hyper, Part
-from secateur.patterns import choose
-from secateur.pieces import ALONE
 from secateur.registry import resolve
-from secateur.targets import Target
-from secateur.tiles import Layout, parse_pattern
+from secateur.selection import choose
+from secateur.selection.pieces import ALONE
+from secateur.selection.targets import Target
+from secateur.selection.tiles import Layout, parse_pattern
 from tests import kernel_cases as cases
 from tests.trained import classifier
 

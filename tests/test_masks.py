@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secateur import masks
-from secateur.bits import as_bool, from_bits, inverted, pack, packed_bytes, to_bits, unpack
-from secateur.held import Held
-from secateur.masks import apply, checksum
-from secateur.pieces import mixed
+from secateur.model.held import Held
+from secateur.selection import masks
+from secateur.selection.bits import as_bool, from_bits, inverted, pack, packed_bytes, to_bits, unpack
+from secateur.selection.masks import apply, checksum
+from secateur.selection.pieces import mixed
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=4), st.integers(0, 2**30))

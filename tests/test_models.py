@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import secateur as sc
-from secateur.blocks import find_blocks
-from secateur.calibration import in_bf16, standard_loss
-from secateur.inputs import Inputs, gather_inputs
-from secateur.sites import find_sites
-from secateur.subject import Subject
+from secateur.model.prunable import find_sites
+from secateur.oneshot.activations import Inputs, gather_inputs
+from secateur.oneshot.batches import in_bf16, standard_loss
+from secateur.oneshot.blocks import find_blocks
+from secateur.oneshot.subject import Subject
 from tests import tiny
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

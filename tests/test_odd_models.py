@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.testing._internal import two_tensor
 
 import secateur as sc
-from secateur import passage
-from secateur.blocks import Chain, find_blocks
-from secateur.calibration import standard_loss
 from secateur.errors import FactError, ModelError, SiteError
-from secateur.sites import find_sites
-from secateur.subject import Subject
+from secateur.model.prunable import find_sites
+from secateur.oneshot import passage
+from secateur.oneshot.batches import standard_loss
+from secateur.oneshot.blocks import Chain, find_blocks
+from secateur.oneshot.subject import Subject
 from tests import tiny
 from tests.trained import Tower, classifier
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import secateur as sc
-from secateur.bits import to_bits
 from secateur.errors import StateError
+from secateur.selection.bits import to_bits
 from tests.conftest import Block, train
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.errors import FactError, OptimizerError
-from secateur.facts import decode
+from secateur.model.facts import decode
 from tests.conftest import Block, train
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.calibration import real_positions, run_model
-from secateur.inputs import Inputs, gather_inputs
-from secateur.sites import find_sites
+from secateur.model.prunable import find_sites
+from secateur.oneshot.activations import Inputs, gather_inputs
+from secateur.oneshot.batches import real_positions, run_model
 
 transformers = pytest.importorskip("transformers", reason="padded batches are those of transformers' models")
 

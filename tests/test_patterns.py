@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import secateur as sc
-from secateur import pieces, ranking, tiles
 from secateur.errors import PatternError, ScoreError
-from secateur.patterns import choose
-from secateur.pieces import Piece, flat_part
-from secateur.targets import Target
-from secateur.tiles import Layout, Tiling, parse_pattern
+from secateur.selection import choose, pieces, ranking, tiles
+from secateur.selection.pieces import Piece, flat_part
+from secateur.selection.targets import Target
+from secateur.selection.tiles import Layout, Tiling, parse_pattern
 from tests import oracle
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.calibration import standard_loss
-from secateur.patterns import Select
+from secateur.oneshot.batches import standard_loss
+from secateur.oneshot.subject import Subject
+from secateur.oneshot.veto import MOST_GROWTH, Probe, Trial, agrees, growth, tempered
 from secateur.registry import Score, resolve
-from secateur.subject import Subject
-from secateur.veto import MOST_GROWTH, Probe, Trial, agrees, growth, tempered
+from secateur.selection import Select
 from tests.interrupts import unharmed
 from tests.trained import Batches, Tower, classifier, loss_of
 

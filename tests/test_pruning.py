@@ -11,11 +11,11 @@ from torch import nn
 
 import secateur as sc
 from secateur import kernels
-from secateur.blocks import find_blocks
-from secateur.calibration import in_bf16, standard_loss
-from secateur.facts import kept_last, least_spared, spared_share
-from secateur.sites import find_sites
-from secateur.subject import Subject
+from secateur.model.facts import kept_last, least_spared, spared_share
+from secateur.model.prunable import find_sites
+from secateur.oneshot.batches import in_bf16, standard_loss
+from secateur.oneshot.blocks import find_blocks
+from secateur.oneshot.subject import Subject
 from tests.interrupts import bits, unharmed
 from tests.trained import Tower, classifier, loss_of
 

@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 
 from secateur.errors import FactError
-from secateur.reconstruction import (
-    COLUMNS,
-    DAMPING,
-    cheapest,
-    damped,
-    groups_of,
-    inverse_factor,
-    solve,
-    sweep,
-)
+from secateur.oneshot.reconstruct import COLUMNS, DAMPING, cheapest, damped, groups_of, inverse_factor, solve, sweep
 
 
 @pytest.fixture

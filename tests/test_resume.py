@@ -14,9 +14,9 @@ from torch import Tensor
 
 import secateur as sc
 from secateur.errors import ScheduleError, StateError
-from secateur.saving import rounding
-from secateur.sites import find_sites
-from secateur.tiles import parse_pattern
+from secateur.model.prunable import find_sites
+from secateur.model.saving import rounding
+from secateur.selection.tiles import parse_pattern
 from tests.conftest import Block, train
 
 ROOT = Path(__file__).parent.parent

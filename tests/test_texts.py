@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from secateur import texts
 from secateur.errors import SecateurError, TextError
-from secateur.texts import check_apart, read_text, split, windows
+from secateur.integrations import text as texts
+from secateur.integrations.text import check_apart, read_text, split, windows
 from tests import tiny
 
 PROSE = " ".join(f"line {number} says, again, that trees are cut.\n" for number in range(60))

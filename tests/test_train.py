@@ -23,13 +23,13 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 from secateur.cli import main
+from secateur.cli.train import add_train, changes_of, name_of
 from secateur.errors import SecateurError
-from secateur.lab import looking, zoo
-from secateur.lab.commands import add_train, changes_of, name_of
+from secateur.lab import monitor, zoo
+from secateur.lab.config import Experiment, read_experiment
 from secateur.lab.dry import dry_run
-from secateur.lab.experiment import Experiment, read_experiment
+from secateur.lab.run import run
 from secateur.lab.runfolder import RunFolder
-from secateur.lab.running import run
 from secateur.lab.trainer import Execution, Trainer
 from tests.damage import damage, damages, hostile_pickle, refused, small_disk
 
@@ -357,7 +357,7 @@ def test_sizes_of_models() -> None:
 
 
 def test_where_a_step_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looking, "SAMPLED", 2)
+    monkeypatch.setattr(monitor, "SAMPLED", 2)
     trainer = Trainer(SMALL, Execution(cpu=True, micro_batch=3))
     began = time.perf_counter()
     for _ in range(4):
@@ -365,7 +365,7 @@ def test_where_a_step_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = time.perf_counter() - began
     found = trainer.stopwatch.milliseconds()
     assert trainer.stopwatch.steps == 2
-    assert set(found) == set(looking.PARTS)
+    assert set(found) == set(monitor.PARTS)
     assert all(value > 0 for value in found.values())
     assert 2 * sum(found.values()) < 1e3 * whole
     assert Trainer(SMALL, HOW).stopwatch.milliseconds() == {}
@@ -382,7 +382,7 @@ def test_averages_are_adams() -> None:
         state = optimizer.state[parameter]
         first.append(float(state["exp_avg"]) / (1 - 0.9**step))
         second.append((float(state["exp_avg_sq"]) / (1 - 0.999**step)) ** 0.5)
-    lines = looking.picture_of_a_gradient(values)
+    lines = monitor.picture_of_a_gradient(values)
     assert lines["gradient"] == values
     assert lines["average, beta1 0.9"] == pytest.approx(first, rel=1e-5)
     assert lines["root of averaged square, beta2 0.999"] == pytest.approx(second, rel=1e-5)
@@ -532,7 +532,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 ) -> None:
     """Filled once the first checkpoint is written; with space again, the run ends as one that was left alone."""
     folder, words = runs
-    monkeypatch.setattr("secateur.lab.commands.check_room", lambda *_: None)  # which would refuse so small a disk
+    monkeypatch.setattr("secateur.cli.train.check_room", lambda *_: None)  # which would refuse so small a disk
     real = Trainer.step
 
     def filling(self: Trainer) -> torch.Tensor:

@@ -554,7 +554,7 @@ def record(outcomes: list[Outcome], sources: dict[str, bytes], options: argparse
     sys.path[:0] = [str(ROOT)]
     import torch
 
-    from secateur.bench import record as records
+    from secateur.lab import record as records
 
     options.invocation = shlex.join(["python", "tools/mutate.py", *sys.argv[1:]])
     survivors = [

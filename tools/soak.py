@@ -31,7 +31,7 @@ torch.set_num_threads(1)
 
 import killing
 
-from secateur.bench import record
+from secateur.lab import record
 from secateur.report import markdown_table
 from tests import fuzzing
 

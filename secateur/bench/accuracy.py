@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.bench import record
 from secateur.bench.forms import make
 from secateur.bench.measuring import positive
 from secateur.errors import SecateurError
+from secateur.lab import record
 from secateur.registry import resolve
 from secateur.report import text_table
-from secateur.selection import sampled_cut
+from secateur.selection.exact import sampled_cut
 
 TARGETS = (0.001, 0.01, 0.1, 0.5, 0.9)
 SIZES = {"61 thousand": (124, 4), "1 million": (512, 4), "12.6 million": (1024, 12)}

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import torch
 
-from secateur.bench import record
 from secateur.errors import SecateurError
+from secateur.lab import record
 
 
 def load_demo() -> ModuleType:

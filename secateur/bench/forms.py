@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from secateur.bits import from_bits
-from secateur.facts import evaluator
 from secateur.kernels import prune_groups
-from secateur.pieces import Piece
+from secateur.model.facts import evaluator
 from secateur.registry import resolve
+from secateur.selection.bits import from_bits
+from secateur.selection.pieces import Piece
 
 Layers = list[tuple[Tensor, Tensor]]  # weight and second moment
 Form = Callable[[Layers], list[Tensor]]

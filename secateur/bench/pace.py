@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from secateur.bench import record
 from secateur.bench.cell import DENSE, Plan, Training, pruned_as_asked
 from secateur.bench.measuring import device_of, times
 from secateur.bench.train import LABELS, add_plan, plan_of
+from secateur.lab import record
 from secateur.report import text_table
 
 

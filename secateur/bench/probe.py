@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.bench import record
 from secateur.bench.measuring import add_device, device_of, positive
-from secateur.blocks import find_blocks
-from secateur.calibration import device_of as device_of_model
-from secateur.calibration import standard_loss
 from secateur.errors import FactError, SecateurError
-from secateur.gradients import gather_gradients
-from secateur.lab.looking import Monitor
+from secateur.lab import record
+from secateur.lab.monitor import Monitor
+from secateur.model.prunable import find_sites
+from secateur.oneshot.batches import device_of as device_of_model
+from secateur.oneshot.batches import standard_loss
+from secateur.oneshot.blocks import find_blocks
+from secateur.oneshot.gradients import gather_gradients
+from secateur.oneshot.probe import probe
+from secateur.oneshot.prune import prune
+from secateur.oneshot.thrift import activations, as_bytes, made_again
 from secateur.optional import library
-from secateur.probing import probe
-from secateur.pruning import prune
 from secateur.report import text_table
-from secateur.sites import find_sites
-from secateur.thrift import activations, as_bytes, made_again
 
 MISTRAL_7B = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur import hf
-from secateur.bench import record
 from secateur.bench.measuring import add_device, device_of, positive, times
 from secateur.errors import SecateurError
-from secateur.probing import probe
-from secateur.pruning import prune
+from secateur.integrations import transformers
+from secateur.lab import record
+from secateur.oneshot.probe import probe
+from secateur.oneshot.prune import prune
 from secateur.report import Outcome, text_table
 
 RIVAL = "sparsegpt"
@@ -66,16 +66,16 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, save."""
     device = device_of(options)
     torch.set_float32_matmul_precision("high")  # GPUs multiply in TF32, whatever the method and in every evaluation
-    model, tokenizer = hf.load(options.model, dtype=torch.float32, device=device)
-    windows = hf.windows(tokenizer, hf.read_text(options.text), options.context, options.windows)
-    calibration, evaluation = hf.split(windows)
+    model, tokenizer = transformers.load(options.model, dtype=torch.float32, device=device)
+    windows = transformers.windows(tokenizer, transformers.read_text(options.text), options.context, options.windows)
+    calibration, evaluation = transformers.split(windows)
     dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     data: dict[str, Any] = {
         "seed": 0,
         "model": options.model,
         "context": options.context,
         "windows": [len(calibration), len(evaluation)],
-        "dense": hf.perplexity(model, evaluation, batch=options.batch),
+        "dense": transformers.perplexity(model, evaluation, batch=options.batch),
         "cells": [],
     }
     print(f"dense: {data['dense']:.3f}", flush=True)
@@ -99,7 +99,7 @@ def measure(
     method = METHODS[name]
     settings = dict(method.settings) | ({"pattern": pattern} if pattern else {})
     if method.work is probe:
-        settings["evaluate"] = lambda model: hf.perplexity(model, others, batch=batch)
+        settings["evaluate"] = lambda model: transformers.perplexity(model, others, batch=batch)
     if not bool(torch.isfinite(next(model.parameters())).all()):
         raise SecateurError("The dense weights are not finite.")
     began = time.perf_counter()
@@ -111,7 +111,7 @@ def measure(
         "pattern": pattern,
         "sparsity": outcome.sparsity,
         "exact": all(not bool(model.get_parameter(k)[~mask].any()) for k, mask in outcome.masks.items()),
-        "perplexity": hf.perplexity(model, others, batch=batch),
+        "perplexity": transformers.perplexity(model, others, batch=batch),
         "seconds": seconds,
         "stages": {stage.name: stage.seconds for stage in outcome.stages},
         "peak_bytes": max((s.peak_bytes for s in outcome.stages if s.peak_bytes), default=None),

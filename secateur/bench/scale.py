@@ -17,20 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.bench import forms, record
-from secateur.bench.measuring import (
-    add_device,
-    bandwidth,
-    device_of,
-    floor_ms,
-    positive,
-    samples,
-    scratch_mib,
-    times,
-)
+from secateur.bench import forms
+from secateur.bench.measuring import add_device, bandwidth, device_of, floor_ms, positive, samples, scratch_mib, times
 from secateur.errors import SecateurError
+from secateur.lab import record
 from secateur.report import text_table
-from secateur.selection import prune_exactly
+from secateur.selection.exact import prune_exactly
 
 LAYER = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
 MISTRAL_7B = LAYER * 32

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from secateur.bench import forms, record, select_gpu
+from secateur.bench import forms, select_gpu
 from secateur.bench.forms import SPARSITY, Form
 from secateur.bench.measuring import add_device, bandwidth, device_of, milliseconds, positive, scratch_mib, times
+from secateur.lab import record
 from secateur.report import text_table
 
 FORMS: dict[str, Form] = {

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from secateur.bench import record
 from secateur.bench.measuring import add_device, bandwidth, device_of, floor_ms, positive, samples, times
 from secateur.bench.step_check import agreement
 from secateur.bench.step_forms import FORMS, FUSED, build, make
+from secateur.lab import record
 from secateur.report import text_table
 
 ROW = 10  # steps from one wait for the device to the next: in training the host runs ahead of it

@@ -18,9 +18,9 @@ from typing import Any
 
 import secateur
 from secateur.bench import accuracy, pace, probe, quality, scale, select, select_gpu, step, train
-from secateur.bench.record import ROOT, results_folder
 from secateur.files import write
 from secateur.lab import results
+from secateur.lab.record import ROOT, results_folder
 from secateur.registry import resolve
 from secateur.report import markdown_table
 

@@ -22,10 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from secateur.bench import record
 from secateur.bench.cell import DENSE, METHODS, MODES, OWN, Plan, load_gpt2, measure
 from secateur.bench.measuring import add_device, device_of, positive, times
 from secateur.errors import SecateurError
+from secateur.lab import record
 from secateur.report import text_table
 
 DEFAULTS = {"full": {"batch": 16, "steps": 200, "every": 50}, "tiny": {"batch": 2, "steps": 6, "every": 3}}

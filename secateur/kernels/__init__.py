@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from secateur import selection
-from secateur.bits import as_bool, from_bits, to_bits
 from secateur.kernels.parts import Hyper, Part
-from secateur.pieces import ALONE, Peers, Piece, count_of
-from secateur.selection import Cut, refuse_nan
+from secateur.selection import exact
+from secateur.selection.bits import as_bool, from_bits, to_bits
+from secateur.selection.exact import Cut, refuse_nan
+from secateur.selection.pieces import ALONE, Peers, Piece, count_of
 
 
 class Pruned(NamedTuple):
@@ -73,7 +73,7 @@ def prune_groups(
     pieces = [piece for group in groups for piece in group]
     if not _served(pieces):
         plain = [[replace(piece, alive=_bools(piece)) for piece in group] for group in groups]
-        done = [selection.prune_exactly(group, count, peers) for group, count in zip(plain, counts, strict=True)]
+        done = [exact.prune_exactly(group, count, peers) for group, count in zip(plain, counts, strict=True)]
         masks = [mask for _, found in done for mask in found]
         kept = [count_of(mask) for mask in masks]
         return Pruned([cut for cut, _ in done], [to_bits(mask) for mask in masks] if packed else masks, kept)

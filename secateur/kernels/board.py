@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from secateur.kernels.table import Table, layout, to_device
-from secateur.pieces import HIGHEST_KEY, LOWEST_KEY
+from secateur.selection.pieces import HIGHEST_KEY, LOWEST_KEY
 
 DIGIT = 13  # bits of a key that one histogram resolves
 BINS = 1 << DIGIT

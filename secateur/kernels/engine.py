@@ -13,8 +13,8 @@ from secateur.kernels import sizing
 from secateur.kernels.board import BELOW, CROWDED, DIGIT, EQUAL, INSIDE, LOW, RANK, RUN, Board, range_of
 from secateur.kernels.sizing import Wish
 from secateur.kernels.table import TILE, Launch, Table, to_device
-from secateur.pieces import Peers, Piece, Where, value_of
-from secateur.selection import Cut, narrowed, refuse_nan
+from secateur.selection.exact import Cut, narrowed, refuse_nan
+from secateur.selection.pieces import Peers, Piece, Where, value_of
 
 
 @dataclass

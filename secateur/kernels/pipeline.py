@@ -1,6 +1,6 @@
 """The exact selection on the device: sample, sweep once, settle. The host looks once, at the end.
 
-The same way as secateur.selection goes on CPUs, and the same masks; but for many selections at once, with every count
+The same way as `selection.exact` goes on CPUs, and the same masks; but for many selections at once, with every count
 left on the device until all is done. Where a sample misled or too many scores tie, the slow way is taken, which needs
 no luck: histograms of all scores until one key is left, then one pass that gives up its ties in order.
 """
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.bits import as_bool, to_bits
 from secateur.kernels.board import Board
 from secateur.kernels.engine import Engine
 from secateur.kernels.sizing import Wish, batches
 from secateur.kernels.table import BITS, BOOL, Table, mask_kind, new_masks
-from secateur.pieces import Peers, Piece, count_of
-from secateur.selection import Cut, refuse_nan
+from secateur.selection.bits import as_bool, to_bits
+from secateur.selection.exact import Cut, refuse_nan
+from secateur.selection.pieces import Peers, Piece, count_of
 
 
 def prune_groups(

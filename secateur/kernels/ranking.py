@@ -10,10 +10,9 @@ import triton.language as tl
 
 from secateur.kernels.board import Board
 from secateur.kernels.constants import BITS, COLUMNS, MASK, NUMEL, RUN
-from secateur.kernels.launching import _formula, launch
-from secateur.kernels.scoring import alive_at, key_of, score_at
+from secateur.kernels.scoring import alive_at, formula_of, key_of, launch, score_at
 from secateur.kernels.table import Table, layout, to_device
-from secateur.pieces import DEAD_KEY as DEAD
+from secateur.selection.pieces import DEAD_KEY as DEAD
 
 DEAD_KEY = tl.constexpr(DEAD)
 LONGEST = 1 << 14  # weights of a tile that fit a program's registers
@@ -92,4 +91,4 @@ def _launch(table: Table, board: Board, number: int, members: list[int], width: 
         table.rows, table.scales, owners, *sent, table.scales, of.kind.plan.eps, width, board.spoiled
     )  # fmt: skip
     warps = 16 if room * tiles > 8192 else 8
-    launch(_rank, owners.numel(), arguments, (*_formula(of), of.kind.alive, table.mask_kind, tiles, room), warps)
+    launch(_rank, owners.numel(), arguments, (*formula_of(of), of.kind.alive, table.mask_kind, tiles, room), warps)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from secateur.bits import from_bits, to_bits
 from secateur.kernels.board import (
     BELOW,
     BINS,
@@ -28,7 +27,8 @@ from secateur.kernels.reference_steps import adamw as adamw
 from secateur.kernels.reference_steps import population as population
 from secateur.kernels.reference_steps import zero as zero
 from secateur.kernels.table import COLUMNS, LAUNCH, TILE, Launch, Table
-from secateur.pieces import DEAD_KEY, keys_of, values_of, without_lowest
+from secateur.selection.bits import from_bits, to_bits
+from secateur.selection.pieces import DEAD_KEY, keys_of, values_of, without_lowest
 
 
 def _alive(table: Table, number: int) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from secateur.bits import from_bits
 from secateur.kernels.parts import Hyper, Part
-from secateur.masks import apply
+from secateur.selection.bits import from_bits
+from secateur.selection.masks import apply
 
 
 def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:

@@ -7,8 +7,13 @@ rounded correctly: docs/LOG.md.)
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
 from secateur.kernels.constants import (
     ALIVE,
@@ -26,6 +31,7 @@ from secateur.kernels.constants import (
     VARIANCE,
     WANDA,
 )
+from secateur.kernels.table import Launch
 
 
 @triton.jit
@@ -134,3 +140,48 @@ def value_of(key):
     """The score a key (int64 here) stands for."""
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.uint8: tl.uint8,
+    torch.int8: tl.int8,
+    torch.int16: tl.int16,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}
+
+
+_COMPILED: dict[Any, Any] = {}
+
+
+def launch(kernel: Any, grid: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int = 8) -> None:
+    """Launch with arguments and, after them, compile-time constants (torch's dtypes among them stand for Triton's).
+    Integers among the arguments stay below 2^31.
+
+    Triton spends tens of microseconds on working out which compiled kernel is meant; a mask update is a dozen
+    launches in a millisecond. So what it found is remembered, by all that it may depend on here.
+    """
+    if not grid:
+        return
+    aligned = tuple([value.data_ptr() & 15 == 0 for value in arguments if value.__class__ is Tensor])
+    key = kernel, arguments[0].device, constants, aligned
+    found = _COMPILED.get(key)
+    if found is not None:
+        compiled, meant = found
+        compiled[(grid, 1, 1)](*arguments, *meant)
+        return
+    meant = [TYPES[value] if isinstance(value, torch.dtype) else value for value in constants]
+    named = dict(zip(kernel.arg_names[len(arguments) :], meant, strict=True))
+    if isinstance(kernel, InterpretedFunction):
+        kernel[(grid,)](*arguments, **named)
+        return
+    # A product and a sum contracted into one rounding would change the last bit of a score.
+    _COMPILED[key] = kernel[(grid,)](*arguments, **named, num_warps=warps, enable_fp_fusion=False), meant
+
+
+def formula_of(launch: Launch) -> tuple[Any, ...]:
+    plan, types = launch.kind.plan, launch.kind.dtypes
+    return plan.formula, plan.sixteenths, *types

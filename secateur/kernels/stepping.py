@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from secateur.kernels.constants import BITS, BOOL
-from secateur.kernels.launching import launch
-from secateur.kernels.scoring import bit_at, read
+from secateur.kernels.scoring import bit_at, launch, read
 from secateur.kernels.table import layout, mask_kind, to_device
 
 TILE = 2048

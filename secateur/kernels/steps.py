@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.kernels.launching import launch
 from secateur.kernels.parts import Hyper, Part
+from secateur.kernels.scoring import launch
 from secateur.kernels.stepping import _adamw, address_rows, aligned
 from secateur.kernels.table import mask_kind, to_device
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from secateur.kernels.fusing import GIVEN, Fused, Plan, fuse, plan_for
-from secateur.pieces import Piece, sent
+from secateur.selection.pieces import Piece, sent
 
 TILE = 4096  # weights per program: 32 for each of 128 threads
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from secateur.bench import record
 from secateur.errors import ComparisonError
 from secateur.files import check_file, read_json, write
+from secateur.lab import record
 from secateur.lab.fairness import differing, texts
 from secateur.lab.rendering import explanations, header, notes, rows_of
 from secateur.lab.rows import Measure, Row, baselines, group, measure_of
@@ -159,8 +159,8 @@ def run_compare(options: argparse.Namespace) -> int:
         write(options.json, found.to_json(record.about("compare", options, torch.device("cpu"))))
     if options.out:
         library("matplotlib", "The page", "'secateur[lab]'")
-        from secateur.lab import figures
+        from secateur.lab import plots
 
-        write(options.out, figures.render(found))
+        write(options.out, plots.render(found))
         print(f"\nPage: {options.out.resolve()}")
     return 0

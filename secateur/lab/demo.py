@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from secateur.files import write
+from secateur.integrations.corpus import VOCABULARY, standard_library
 from secateur.lab import page
-from secateur.lab.corpus import VOCABULARY, standard_library
 from secateur.lab.models import GPT, GPTShape
 from secateur.lab.training import Plan, Run, train
 from secateur.report import text_table

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from secateur.errors import SecateurError
+from secateur.lab.config import Experiment, read_experiment
 from secateur.lab.data import Images, Tokens
-from secateur.lab.experiment import Experiment, read_experiment
 from secateur.lab.trainer import Execution, Trainer
 from secateur.lab.zoo import is_language_model
 

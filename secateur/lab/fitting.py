@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from secateur.lab.trainer import Trainer
+from secateur.lab.trainer import Trainer
 
 
 def fitting(trainer: Trainer) -> int:

@@ -13,11 +13,11 @@ from typing import Any
 
 from secateur.errors import DataError
 from secateur.files import appearing, check_folder, check_room, claimed, write
-from secateur.folder import check_free
-from secateur.lab.corpus import VOCABULARY
+from secateur.integrations.corpus import VOCABULARY
+from secateur.integrations.folder import check_free
+from secateur.integrations.text import BETWEEN, PIECE, SOURCES, read_documents, token_pieces
 from secateur.lab.places import existing_folder
 from secateur.optional import library
-from secateur.texts import BETWEEN, PIECE, SOURCES, read_documents, token_pieces
 
 CODES = {"uint16": "H", "uint32": "I"}  # as Python's arrays call them
 LETTERS = 4  # of a token, about, where tokens are not bytes

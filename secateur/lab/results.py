@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from secateur.bench.record import ROOT, results_folder
 from secateur.files import write
 from secateur.lab.compare import Comparison, compare, kept_choices
+from secateur.lab.record import ROOT, results_folder
 from secateur.lab.rendering import noise
 from secateur.lab.rows import Measure
 from secateur.lab.runs import read_kept

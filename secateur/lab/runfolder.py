@@ -13,8 +13,8 @@ from typing import Any
 
 from secateur.errors import SaveError, SecateurError, StateError
 from secateur.files import check_folder, clear, locked, read_json, write
-from secateur.lab.experiment import Experiment
-from secateur.lab.keeping import BEST, CHECKPOINT, check_checkpoint, check_tensors
+from secateur.lab.checkpoint import BEST, CHECKPOINT, check_checkpoint, check_tensors
+from secateur.lab.config import Experiment
 from secateur.lab.rows import measure_of
 from secateur.lab.runs import CONFIG, METRICS, SUMMARY, read_run
 

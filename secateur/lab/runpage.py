@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from secateur.lab.looking import picture_of_a_gradient
+from secateur.lab.monitor import picture_of_a_gradient
 from secateur.lab.page import block, document, figure, layer_bars
 from secateur.lab.runfolder import METRICS
 from secateur.page import table

@@ -14,7 +14,7 @@ from typing import Any
 from secateur.bench.measuring import positive
 from secateur.errors import SecateurError
 from secateur.files import check_folder, check_room
-from secateur.lab.experiment import Experiment
+from secateur.lab.config import Experiment
 from secateur.lab.fairness import check_fair, shown
 from secateur.lab.runs import CONFIG, METRICS, SUMMARY
 from secateur.settings import from_mapping, nearest, read_toml
@@ -109,8 +109,8 @@ def run_cell(
     read: Callable[[str], Any] | None = None,
 ) -> dict[str, Any]:
     """One cell from its beginning, or from where it stopped, to its summary; `read` has its data."""
+    from secateur.lab.run import run
     from secateur.lab.runfolder import RunFolder, check_place
-    from secateur.lab.running import run
     from secateur.lab.runs import read_run
     from secateur.lab.trainer import Execution, Trainer
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from secateur.errors import DataError
 from secateur.files import read_json
-from secateur.lab import corpus
+from secateur.integrations import corpus
+from secateur.integrations.text import BETWEEN, stream_documents
 from secateur.lab.draws import fingerprint_of, generator
 from secateur.lab.places import existing_folder
-from secateur.texts import BETWEEN, stream_documents
 
 HELD_OUT = 10  # one part in so many, where the data does not come split
 STREAMED = 1 << 27  # bytes read of a dataset that arrives as a stream

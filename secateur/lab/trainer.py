@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from secateur.errors import SecateurError
 from secateur.files import PAGE, appearing
+from secateur.lab.checkpoint import Checkpoint, Progress
+from secateur.lab.config import Experiment
 from secateur.lab.data import Images, Tokens, load
-from secateur.lab.experiment import Experiment
 from secateur.lab.fitting import fitting
-from secateur.lab.keeping import Checkpoint, Progress
-from secateur.lab.looking import OneWeight, Stopwatch
+from secateur.lab.monitor import OneWeight, Stopwatch
 from secateur.lab.runfolder import CHECKPOINT, RunFolder
 from secateur.lab.zoo import image_model, is_language_model, language_model, loss_of, seeded
+from secateur.model.distributed import local
 from secateur.optional import library
-from secateur.shards import local
 
 EXTRA = '"secateur[lab]"'
 

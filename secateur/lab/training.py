@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secateur.lab.corpus import Corpus, batches, windows
+from secateur.integrations.corpus import Corpus
 from secateur.lab.models import GPT, GPTShape
-from secateur.pieces import CHUNK
 from secateur.pruner import Pruner
 from secateur.report import Report
 from secateur.schedules import late_cubic
+from secateur.selection.pieces import CHUNK
 
 
 @dataclass(frozen=True)
@@ -139,3 +139,18 @@ def histogram(pruner: Pruner, bins: int = 120) -> tuple[list[float], list[int]]:
     counts = torch.histc(values, bins, low, high)
     edges = torch.linspace(low, high, bins + 1)
     return edges.tolist(), [int(count) for count in counts]
+
+
+def batches(tokens: Tensor, batch: int, context: int, seed: int) -> Iterator[Tensor]:
+    """Random windows of context + 1 tokens, for ever; the same for the same seed."""
+    draw = torch.Generator().manual_seed(seed)
+    offsets = torch.arange(context + 1)
+    while True:
+        starts = torch.randint(0, tokens.numel() - context, (batch, 1), generator=draw)
+        yield tokens[starts + offsets].long()
+
+
+def windows(tokens: Tensor, batch: int, context: int, count: int) -> Iterator[Tensor]:
+    """`count` windows spread evenly over the tokens, none overlapping if there is room; always the same ones."""
+    starts = torch.linspace(0, tokens.numel() - context - 1, count).long()[:, None]
+    yield from tokens[starts + torch.arange(context + 1)].long().split(batch)

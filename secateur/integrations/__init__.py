@@ -1,0 +1,1 @@
+"""Other libraries: each module imports its library when it is imported."""

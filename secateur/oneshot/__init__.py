@@ -1,0 +1,1 @@
+"""Pruning after training: calibration on a few batches, scores, gradient probing and reconstruction."""

@@ -1,0 +1,355 @@
+"""A trained model under observation: its sites, the batches of one call, and what they tell of each."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import FactError, ModelError
+from secateur.model.distributed import Gathered, fingerprint, ranks_of, reshard, unwrap
+from secateur.model.prunable import Globs, LeftOut, Site, Unfit, check_readable, find_sites, fits_all, nothing_to_prune
+from secateur.oneshot.activations import Inputs, Reach, check_seen, gather_inputs
+from secateur.oneshot.batches import (
+    Batch,
+    Loss,
+    check_ids,
+    device_of,
+    draw,
+    first_in,
+    in_bf16,
+    quiet,
+    run_model,
+    standard_loss,
+    tensors_in,
+    to_device,
+)
+from secateur.oneshot.blocks import find_blocks
+from secateur.oneshot.entries import Entries
+from secateur.oneshot.gradients import GRADIENT_FACTS, gather_gradients
+from secateur.oneshot.offload import Ferry, ferry_for
+from secateur.oneshot.thrift import Thrift, as_bytes, made_again, plan
+from secateur.progress import Stages
+from secateur.registry import Score, resolve, scores
+
+Facts = dict[str, dict[str, Any]]  # of every site, by name
+
+# What calibration can tell a score besides gradients and inputs. There is no horizon to correct for.
+ALWAYS = {"weight", "index", "step", "beta1", "beta2", "input_norm", *GRADIENT_FACTS}
+
+
+class Observed:
+    """Asks a model what its batches tell, on its own device or on one that it is streamed to.
+
+    Several ranks share the batches: each asks about its own, statistics are exchanged, and all ranks come to the same
+    figures as one process. Use it in a `with`: it tells the other ranks if this one fails, checks that all have the
+    same weights in the end, and shards again what FSDP2 had sharded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Batch] | Tensor,
+        *,
+        loss: Loss | None = None,
+        skip: Globs = (),
+        only: Globs | None = None,
+        limit: int | None = None,
+        memory: str | int | None = None,
+        progress: bool = False,
+        device: torch.device | str | None = None,
+        swift: bool = False,
+        unfit: Unfit = fits_all,
+        distributed: bool | None = None,
+    ) -> None:
+        self.model = unwrap(model)
+        check_readable(self.model)
+        reshard(self.model)
+        self.ranks = ranks_of(model, distributed)
+        self._shards = Gathered(model)
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # and what they were, where those of the first rank are used
+        try:
+            self.memory = as_bytes(memory)
+            self._settle(skip, only, unfit)
+            self._draw(batches, limit)
+            self._place(device, progress)
+            self._choose(loss, swift)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._give_up(error)
+            return
+        try:
+            if self.ranks.size > 1:
+                weights = fingerprint(site.parameter for site in self.sites)
+                self.ranks.same("The pruned weights", [weights], "All ranks need the same hardware and settings.")
+            self._leave(keep=True)
+        except BaseException as late:
+            self._give_up(late)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Tell the other ranks, and leave sharded weights as they were."""
+        with suppress(Exception):  # where the others cannot be reached, the error itself matters more
+            self.ranks.fail(error)
+        self._leave(keep=False)
+
+    def _leave(self, keep: bool) -> None:
+        self._shards.leave(keep)
+        for buffer, own in self._buffers:
+            buffer.copy_(own)
+        self._buffers = []
+
+    def _settle(self, skip: Globs, only: Globs | None, unfit: Unfit) -> None:
+        self._thrift: dict[tuple[int, int, int], Thrift] = {}
+        self.copies = 1  # of the statistics of a sweep that are to be there at once
+        self.sites, self.left_out = _every_site(self.model, skip, only, unfit)
+        if not self.sites:
+            raise nothing_to_prune(self.model, self.left_out)
+        self.notes: dict[str, str] = {}  # by what they are about
+        self.reserved = 0  # bytes on the device that are for other things
+        self._reached: dict[str, Tensor] = {}
+        self._reach: Inputs | None = None  # inputs counted once, if gradients alone could not tell
+
+    def _draw(self, batches: Iterable[Batch] | Tensor, limit: int | None) -> None:
+        """Take the batches."""
+        self.batches = draw(batches, limit)
+        check_ids(self.model, self.batches)
+        self.own = [self.batches[number] for number in self.ranks.mine(len(self.batches))]
+        self.turns = self.ranks.turns(len(self.batches))
+        if self.ranks.size > 1:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Make sure that all ranks have the same batches and the same model. Running averages in buffers differ after
+        training; meanwhile all use the first rank's, as DistributedDataParallel does."""
+        drawn = fingerprint(tensor for batch in self.batches for tensor in tensors_in(batch))
+        self.ranks.same(
+            "The batches",
+            [len(self.batches), drawn],
+            "Give every rank the same batches in the same order: each then works on its own share of them. (A loader"
+            " with a DistributedSampler, or one that shuffles by another seed, gives each rank others.)",
+        )
+        names = [zlib.crc32(site.name.encode()) for site in self.sites]
+        weights = fingerprint(self.model.parameters())
+        self.ranks.same("The weights", [*names, weights], "Load the same model on every rank.")
+        buffers = list(self.model.buffers())
+        told = self.ranks.tell("buffers", [fingerprint(buffers)])
+        if told.count(told[0]) == len(told):
+            return
+        self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+        firsts = list(enumerate(buffers)) if self.ranks.rank == 0 else []
+
+        def take(number: int, value: Tensor) -> None:
+            buffers[number].copy_(value)
+
+        self.ranks.share("buffers", firsts, take, device_of(self.model))
+
+    def _place(self, device: torch.device | str | None, progress: bool) -> None:
+        home = device_of(self.model)
+        self.device = home if device is None else _usable(device)
+        named = self.device.index is not None  # "cuda" is whichever GPU the model is on
+        self._streams = self.device.type != home.type or (named and self.device.index != home.index)
+        if self._streams and self.memory is not None:
+            raise FactError("memory limits a model that is on the device; a streamed one needs little. Leave one out.")
+        self.stages = Stages(self.device, progress and self.ranks.rank == 0)
+
+    def _choose(self, loss: Loss | None, swift: bool) -> None:
+        self.loss = loss or standard_loss
+        self.forward = loss or run_model  # where no gradient is needed, labels are not either
+        whole = {site.parameter.dtype for site in self.sites} == {torch.float32}
+        self.swift = swift and whole and loss is None and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        if self.swift:
+            self.loss, self.forward = in_bf16(standard_loss), in_bf16(run_model)
+
+    def facts(self, score: Score, more: Iterable[str] = ()) -> Facts:
+        """Whatever the score reads, gathered from the batches on the model as it is now."""
+        wanted = {*score.needs, *more}
+        if unknown := sorted(wanted - ALWAYS):
+            work = [name for name in scores() if set(resolve(name).needs) <= ALWAYS]
+            raise FactError(
+                f"{score.name} needs {', '.join(unknown)}, which only training can tell. Scores that work here:"
+                f" {', '.join(work)}."
+            )
+        step = torch.tensor(float(len(self.batches)), dtype=torch.float64)
+        fixed = {"step": step, "beta1": 0.0, "beta2": 0.0, "index": None}
+        found: Facts = {
+            site.name: {"weight": site.parameter.detach(), **{k: v for k, v in fixed.items() if k in wanted}}
+            for site in self.sites
+        }
+        watch = Inputs(self.sites) if "input_norm" in wanted else None
+        if gradients := wanted & GRADIENT_FACTS.keys():
+            for name, facts in self.gradients(gradients, watch=watch).items():
+                found[name] |= facts
+        elif watch is not None:
+            self._gather_inputs(watch)
+        if watch is not None:
+            check_seen(watch, self.sites)
+            for site in self.sites:
+                found[site.name] |= {"input_norm": watch.norms(site), "reached": watch.reached(site)}
+        return found
+
+    def reached(self, site: Site, facts: Mapping[str, Any]) -> Tensor:
+        """Of each matrix of a site (every expert is one), whether inputs reached it in any batch.
+
+        A gradient that is not zero throughout shows it. Where it is, as in dead units or after pruning cut a layer off,
+        the inputs themselves are counted, once. What was reached stays so, whatever is pruned later. A score that reads
+        nothing of the batches does not ask.
+        """
+        statistic = next((facts[name] for name in GRADIENT_FACTS if name in facts), None)
+        if "reached" not in facts and statistic is None:
+            return torch.ones(1, dtype=torch.bool, device="cpu")
+        found = facts["reached"] if statistic is None else has_gradients(site, statistic)
+        found = found.cpu() | self._reached.get(site.name, torch.tensor(False, device="cpu"))
+        if not bool(found.all()) and "reached" not in facts:
+            found |= self._counted().reached(site).cpu()
+        self._reached[site.name] = found
+        return found
+
+    def _counted(self) -> Inputs:
+        """The inputs of every matrix, counted in one pass over the batches."""
+        if self._reach is None:
+            self._reach = Reach(self.sites)
+            self._gather_inputs(self._reach)
+        return self._reach
+
+    def _gather_inputs(self, watch: Inputs) -> None:
+        with self.crossing(), self.stages.stage("inputs", self.turns) as tick:
+            gather_inputs(
+                self.model, self.batches, watch, forward=self.forward, device=self.device, tick=tick, ranks=self.ranks
+            )
+
+    def gradients(
+        self, wanted: Collection[str], sites: Sequence[Site] | None = None, watch: Inputs | None = None
+    ) -> Mapping[str, dict[str, Tensor]]:
+        """Statistics of gradients, of all sites or of some; inputs may be watched in the same sweep."""
+        sites = self.sites if sites is None else sites
+        thrift = self.thrift(sites, len(wanted))
+        again = made_again(self.blocks) if thrift.again else nullcontext()
+        # Inputs are known by the memory of the weight they meet, so that must stay where it is while they are watched.
+        rounded = self.swift and watch is None and self.ferry is None
+        part = nullcontext() if len(sites) == len(self.sites) else self.entries.beginning(sites)
+        with self.stages.stage("gradients", self.turns) as tick, self.crossing(), again, part:
+            return gather_gradients(
+                self.model, self.batches, sites, wanted, loss=self.loss, dtype=thrift.dtype, room=thrift.room,
+                ferry=self.ferry, rounded=rounded, every=len(sites) == len(self.sites), watch=watch, tick=tick,
+                ranks=self.ranks,
+            )  # fmt: skip
+
+    def thrift(self, sites: Sequence[Site], statistics: int) -> Thrift:
+        """How to gather so many statistics of these sites; worked out once for each case."""
+        case = sum(site.parameter.numel() for site in sites), statistics, self.entries.first(sites)
+        if self._streams:
+            wide = any(site.parameter.dtype == torch.float32 for site in sites)
+            self.notes["memory"] = f"Blocks are streamed to {self.device} one after another; statistics on the host."
+            return Thrift(torch.float32 if wide else torch.bfloat16, room=0, again=True)
+        if case not in self._thrift:
+            several = self.ranks.size > 1  # gradients of a batch then wait for those of other ranks
+            waiting = sum(site.parameter.nbytes for site in sites) if several else 0
+            found = plan(
+                self.model, self.batches[0], self.loss, sites, self.blocks, self.memory, statistics, self.copies,
+                aside=self.reserved + waiting,
+            )  # fmt: skip
+            found = self._agreed(found) if several else found
+            if any(earlier.dtype != torch.float32 for earlier in self._thrift.values()):
+                said = found.reason.replace("fp32 statistics", "bf16 statistics")
+                found = replace(found, dtype=torch.bfloat16, reason=said)  # what is compared must be rounded alike
+            self._thrift[case] = found
+            if found.reason:
+                self.notes["memory"] = found.reason
+        return self._thrift[case]
+
+    def _agreed(self, found: Thrift) -> Thrift:
+        """What fits on the rank with least room, for all of them."""
+        mine = [found.dtype != torch.float32, -1 if found.room is None else found.room, found.again]
+        told = self.ranks.tell("memory", mine)
+        rooms = [room for _, room, _ in told if room >= 0]
+        dtype = torch.bfloat16 if any(short for short, _, _ in told) else torch.float32
+        room, again = min(rooms) if rooms else None, any(again for _, _, again in told)
+        return replace(found, dtype=dtype, room=room, again=again)
+
+    @cached_property
+    def entries(self) -> Entries:
+        """States that enter blocks, for gradients of some sites only."""
+        first = partial(losses, self.model, self.own[:1], self.loss, self.ferry)  # without a way back to self
+        return Entries(self.blocks, len(self.own), lambda: first()[0], self.ranks)
+
+    def losses(self, most: int) -> list[float]:
+        """Losses of the first batches: as many as it takes to have this many numbers in them."""
+        sizes = (1 if (read := first_in(batch)) is None else read.numel() for batch in self.batches)
+        counts = itertools.accumulate(sizes)
+        enough = next((n for n, count in enumerate(counts, 1) if count >= most), len(self.batches))
+        mine = [self.batches[number] for number in self.ranks.mine(enough)]
+        told = self.ranks.floats("losses", losses(self.model, mine, self.loss, self.ferry))
+        return [told[number % self.ranks.size][number // self.ranks.size] for number in range(enough)]
+
+    def judge(self, metric: Callable[[nn.Module], float]) -> float:
+        """What the metric says of the model as it is. Every rank asks it; what it says on the first one counts."""
+        return self.ranks.first(float(metric(self.model)))
+
+    @cached_property
+    def ferry(self) -> Ferry | None:
+        """What carries blocks to the device, if the model is not there."""
+        if not self._streams:
+            return None
+        return ferry_for(self.model, self.batches[0], self.forward, self.sites, self.device)
+
+    def crossing(self) -> AbstractContextManager[None]:
+        """Inside, the model computes on the subject's device, wherever it lives."""
+        return nullcontext() if self.ferry is None else self.ferry.crossing()
+
+    @cached_property
+    def blocks(self) -> list[nn.Module]:
+        """Parts of the model that follow one another, if any."""
+        if self.ferry is not None:
+            return list(self.ferry.blocks)
+        return find_blocks(self.model, self.batches[0], self.forward, self.sites)
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    """The device meant, or an error where there is none."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
+        raise ModelError(f"Device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return found
+
+
+def has_gradients(site: Site, statistic: Tensor) -> Tensor:
+    """Of each matrix of a site, whether a statistic of its gradients is not zero throughout."""
+    matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else 1
+    near = statistic.to(site.parameter.device)
+    return torch.linalg.vector_norm(near.reshape(matrices, -1), float("inf"), dim=1) != 0
+
+
+def _every_site(model: nn.Module, skip: Globs, only: Globs | None, unfit: Unfit) -> tuple[list[Site], list[LeftOut]]:
+    """Sites of a model, those that were frozen for training among them."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(parameter.is_floating_point())
+        return find_sites(model, skip, only, unfit)
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+def losses(model: nn.Module, batches: Sequence[Batch], loss: Loss, ferry: Ferry | None) -> list[float]:
+    """The loss of every batch."""
+    with nullcontext() if ferry is None else ferry.crossing(), quiet(model), torch.no_grad():
+        device = device_of(model) if ferry is None else ferry.device
+        return [float(loss(model, to_device(batch, device))) for batch in batches]

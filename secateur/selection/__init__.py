@@ -1,0 +1,242 @@
+"""Who competes with whom, and the shape of the zeros: model, layer, row, n:m, block.
+
+In scopes "model" and "layer" weights compete across a whole tensor or more, by a streamed exact cut. In a row or an n:m
+group they are ranked on the spot. Blocks are pooled into one score each and then compete as if they were weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from secateur import kernels
+from secateur.errors import PatternError
+from secateur.schedules import check_sparsity
+from secateur.selection import allocation as allocations
+from secateur.selection.bits import to_bits
+from secateur.selection.pieces import ALONE, Peers, Piece, Where, flat_part
+from secateur.selection.ranking import rank
+from secateur.selection.targets import Selection, Target
+from secateur.selection.tiles import Layout, Pattern, Tiling, pairwise_sum, parse_pattern
+
+SCOPES = ("model", "layer", "row")
+
+
+def choose(
+    targets: Sequence[Target],
+    sparsity: float,
+    *,
+    scope: str = "model",
+    pattern: Pattern | None = None,
+    allocation: str | None = None,
+    peers: Peers = ALONE,
+    packed: bool = False,
+) -> Selection:
+    """Masks at exactly this sparsity. Weights that are not alive count as gone already and never return.
+
+    Masks are flat, bool or, when `packed`, one bit a weight.
+    """
+    if pattern is not None and pattern.kept is not None:
+        most = min(pattern.inputs - pattern.kept, math.floor(sparsity * pattern.inputs + 1e-9))
+        return rank(targets, [most] * len(targets), pattern, peers, packed)
+    if pattern is not None:
+        return _choose_blocks(targets, sparsity, scope, pattern, allocation, peers, packed)
+    return fulfil(targets, quota_for(targets, sparsity, scope, allocation, peers), peers, packed)
+
+
+@dataclass(frozen=True)
+class Quota:
+    """How many are to be gone of those that compete: of all together, of each tensor, or of each row of each tensor."""
+
+    scope: str
+    sizes: list[int]  # how many compete with one another
+    gone: list[int]  # how many of them are to be gone, those that are already included
+
+
+def quota_for(
+    targets: Sequence[Target], sparsity: float, scope: str, allocation: str | None, peers: Peers = ALONE
+) -> Quota:
+    """What this sparsity means within the scope, or as the allocation deals it out."""
+    pieces = [target.piece for target in targets]
+    totals = [piece.total for piece in pieces]
+    counts = None
+    if allocation is not None:
+        fans = [target.fan for target in targets]
+        counts = allocations.allocate(allocation, pieces, fans, _gone(pieces, peers), sparsity, peers)
+    if scope == "row":
+        sizes = [target.tiling(None).size for target in targets]
+        shares = [sparsity] * len(sizes)
+        if counts is not None:
+            shares = [count / max(1, total) for count, total in zip(counts, totals, strict=True)]
+        return Quota("row", sizes, [round(share * size) for share, size in zip(shares, sizes, strict=True)])
+    if counts is not None:
+        return Quota("layer", totals, counts)
+    sizes = totals if scope == "layer" else [sum(totals)]
+    return Quota(scope, sizes, [round(sparsity * size) for size in sizes])
+
+
+def fulfil(targets: Sequence[Target], quota: Quota, peers: Peers = ALONE, packed: bool = False) -> Selection:
+    """Among those that compete, the weights of lowest score go until the quota is met; the dead count as gone."""
+    if quota.scope == "row":
+        return rank(targets, quota.gone, None, peers, packed)
+    pieces = [target.piece for target in targets]
+    groups, gone = [[piece] for piece in pieces], _gone(pieces, peers)
+    if quota.scope == "model":
+        groups, gone = [pieces], [sum(gone)]
+    more = [wanted - already for wanted, already in zip(quota.gone, gone, strict=True)]
+    cuts, masks, kept = kernels.prune_groups(groups, more, peers, packed)
+    return Selection(masks, cuts * len(masks) if quota.scope == "model" else cuts, kept)
+
+
+def _gone(pieces: Sequence[Piece], peers: Peers) -> list[int]:
+    """How many weights of each piece do not compete, over all peers."""
+    return peers.totals([piece.numel - piece.living() if piece.counted(peers) else 0 for piece in pieces])
+
+
+def _choose_blocks(
+    targets: Sequence[Target],
+    sparsity: float,
+    scope: str,
+    pattern: Pattern,
+    allocation: str | None,
+    peers: Peers,
+    packed: bool,
+) -> Selection:
+    """Blocks compete as weights do, each with the sum of its living members' scores; then the masks are blown up."""
+    tilings = [target.tiling(pattern) for target in targets]
+    targets = [replace(target, piece=target.piece.unpacked()) for target in targets]
+    pooled = []
+    for target, tiling in zip(targets, tilings, strict=True):
+        whole = Tiling(target.whole, tiling.tile).grid
+        pooled.append(replace(target, piece=_pooled(target.piece, tiling), shape=tiling.grid, whole=whole))
+    chosen = choose(pooled, sparsity, scope=scope, allocation=allocation, peers=peers)
+    masks = []
+    for target, tiling, small in zip(targets, tilings, chosen.masks, strict=True):
+        mask = torch.empty(target.piece.numel, dtype=torch.bool, device=small.device)
+        for slab in tiling.slabs():
+            mask[tiling.members(slab)] = small[slab].repeat_interleave(tiling.size)
+        if target.piece.alive is not None:
+            mask.logical_and_(target.piece.alive)
+        masks.append(to_bits(mask) if packed else mask)
+    return Selection(masks, chosen.cuts)
+
+
+def _pooled(piece: Piece, tiling: Tiling) -> Piece:
+    """The piece whose weights are the tiles: alive if any member is, scored by the sum of the living."""
+
+    def over_slabs(tiles: Where | None, pool: Callable[[Where], Tensor]) -> Tensor:
+        parts = [pool(tiling.members(slab)) for slab in tiling.slabs(tiles)]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device=piece.device)
+
+    def total(where: Where) -> Tensor:
+        scores = piece.score(where)
+        if piece.alive is not None:
+            scores = scores.masked_fill(~piece.alive[where], 0)
+        return pairwise_sum(scores.view(-1, tiling.size))
+
+    alive = piece.alive
+    if alive is not None:
+        living = alive
+        alive = over_slabs(None, lambda where: living[where].view(-1, tiling.size).any(1)).to(torch.bool)
+    return replace(
+        piece,
+        numel=tiling.count,
+        total=piece.total // tiling.size,
+        score=lambda tiles: over_slabs(tiles, total),
+        alive=alive,
+        source=None,
+        dead=None,
+    )
+
+
+def check_choice(sparsity: float | None, scope: str, pattern: Pattern | None, allocation: str | None) -> float:
+    """The sparsity meant by these settings, or an error where they contradict each other."""
+    if scope not in SCOPES:
+        raise PatternError(f"No scope {scope!r}. Use one of {', '.join(map(repr, SCOPES))}.")
+    if allocation is not None and allocation not in allocations.ALLOCATIONS:
+        raise PatternError(f"No allocation {allocation!r}. Use one of {', '.join(allocations.ALLOCATIONS)}, or None.")
+    follows = None if pattern is None else pattern.sparsity
+    if pattern is not None and follows is not None:
+        if allocation is not None:
+            raise PatternError(f"Pattern {pattern.text!r} fixes every layer's sparsity; allocation must be None.")
+        if sparsity is not None and abs(sparsity - follows) > 1e-9:
+            raise PatternError(
+                f"Pattern {pattern.text!r} means sparsity {follows:g}, not {sparsity!r}. Pass sparsity=None."
+            )
+        return follows
+    if sparsity is None:
+        raise PatternError("Only an n:m pattern fixes the sparsity by itself. Pass sparsity=..., a number in [0, 1).")
+    return check_sparsity(sparsity)
+
+
+def select(
+    scores: Mapping[str, Tensor],
+    sparsity: float | None,
+    *,
+    scope: str = "model",
+    pattern: str | None = None,
+    alive: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Masks (True = kept) that remove exactly the asked share of the weights, those of lowest score.
+
+    `scores` maps names to bf16, fp16 or fp32 tensors shaped [outputs, inputs, ...], higher is kept. `scope` says who
+    competes: "model" loses round(sparsity * all) weights, "layer" that of each tensor, "row" that of each output row.
+    `pattern` "n:m" keeps the n best of every m consecutive inputs, "block:RxC" removes whole blocks. Among equal
+    scores the first in (tensor, flat index) order goes first. Weights False in `alive` are gone already: they do not
+    compete and stay gone. Nothing is modified.
+    """
+    shape_of = parse_pattern(pattern)
+    wanted = check_choice(sparsity, scope, shape_of, None)
+    if strangers := sorted((alive or {}).keys() - scores.keys()):
+        raise PatternError(f"alive names {', '.join(map(repr, strangers[:3]))}, which scores do not have.")
+    targets = [_target_from(name, tensor, alive) for name, tensor in scores.items()]
+    chosen = choose(targets, wanted, scope=scope, pattern=shape_of)
+    return {name: mask.view(scores[name].shape) for name, mask in zip(scores, chosen.masks, strict=True)}
+
+
+def _target_from(name: str, scores: Tensor, alive: Mapping[str, Tensor] | None) -> Target:
+    if scores.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise PatternError(f"Scores must be fp32, bf16 or fp16; {name!r} is {scores.dtype}. Cast it with .float().")
+    scores = scores.detach()
+    living = None if alive is None or name not in alive else alive[name].to(torch.bool)
+    if living is not None and living.shape != scores.shape:
+        raise PatternError(f"alive[{name!r}] has shape {tuple(living.shape)}, its scores {tuple(scores.shape)}.")
+    piece = Piece(
+        name,
+        scores.numel(),
+        scores.numel(),
+        lambda where: flat_part(scores, where).float(),
+        scores.device,
+        None if living is None else living.reshape(-1).contiguous(),
+    )
+    layout = Layout() if scores.ndim > 1 else Layout(rows=(), inputs=0)
+    return Target(piece, tuple(scores.shape), tuple(scores.shape), layout)
+
+
+@dataclass(frozen=True)
+class Select:
+    """Selects at any sparsity, within one scope, pattern and allocation."""
+
+    scope: str
+    pattern: Pattern | None
+    allocation: str | None
+
+    def __call__(self, targets: list[Target], asked: float, packed: bool) -> Selection:
+        return choose(targets, asked, scope=self.scope, pattern=self.pattern, allocation=self.allocation, packed=packed)
+
+    @property
+    def together(self) -> bool:
+        """Whether weights of all layers compete with each other."""
+        by_group = self.pattern is not None and self.pattern.kept is not None
+        return self.scope == "model" and self.allocation is None and not by_group
+
+
+def selector(
+    scope: str, pattern: Pattern | None, allocation: str | None, sparsity: float | None
+) -> tuple[float, Select]:
+    """The sparsity that is meant, and what selects at any."""
+    return check_choice(sparsity, scope, pattern, allocation), Select(scope, pattern, allocation)
