@@ -38,7 +38,7 @@ check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m secateur.lab.dry recipes
+	$(BIN)/python -m secateur.lab.trainer recipes
 
 # Long: random cases by the million and SIGKILL at random moments; then the tables of docs/reliability.md.
 soak: $(VENV)/.ready

@@ -3,8 +3,7 @@ state, and after they are trained, from a few batches of data."""
 
 from secateur import optim, selection
 from secateur.errors import SecateurError
-from secateur.oneshot.levels import probe_until
-from secateur.oneshot.probe import probe
+from secateur.oneshot.probe import probe, probe_until
 from secateur.oneshot.prune import prune
 from secateur.pruner import Pruner
 from secateur.report import Report

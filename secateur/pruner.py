@@ -12,14 +12,11 @@ from torch import Tensor, nn
 
 from secateur import kernels
 from secateur.errors import StateError
-from secateur.model.clock import Clock
 from secateur.model.distributed import check_replicas, check_tile, is_sharded, like, local, peers_of, unwrap
 from secateur.model.facts import Facts
-from secateur.model.held import Held
-from secateur.model.hooks import Listener, optimizers_in
-from secateur.model.prunable import Globs, LeftOut, check_readable, find_sites, nothing_to_prune, unfit_for
-from secateur.model.saving import (
+from secateur.model.held import (
     DEALT,
+    Held,
     check_count,
     check_mapping,
     check_progress,
@@ -34,16 +31,16 @@ from secateur.model.saving import (
     settings_in,
     state_of,
 )
+from secateur.model.hooks import Listener, optimizers_in
+from secateur.model.prunable import Globs, LeftOut, check_readable, find_sites, nothing_to_prune, unfit_for
 from secateur.optim import AdamW
-from secateur.registry import Score, resolve
 from secateur.regrowth import check_gradients, exchange, regrowth_for
 from secateur.report import Report, TensorRow, Update
-from secateur.schedules import Schedule, as_schedule, check_rising, check_sparsity, described
-from secateur.selection import check_choice, choose, quota_for
-from secateur.selection.bits import packed_bytes
-from secateur.selection.masks import checksum
-from secateur.selection.pieces import Piece
-from secateur.selection.targets import Selection, Target
+from secateur.schedules import Clock, Schedule, as_schedule, check_rising, check_sparsity, described
+from secateur.scores import Score, resolve
+from secateur.selection import Selection, Target, check_choice, choose, quota_for
+from secateur.selection.exact import Piece
+from secateur.selection.masks import checksum, packed_bytes
 from secateur.selection.tiles import parse_pattern, tile_of
 
 logger = logging.getLogger("secateur")

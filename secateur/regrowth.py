@@ -20,12 +20,11 @@ from secateur.errors import FactError, RegrowthError
 from secateur.model.distributed import local
 from secateur.model.facts import target_of
 from secateur.model.prunable import Site
-from secateur.registry import Score, resolve
 from secateur.schedules import Schedule
-from secateur.selection import Quota, fulfil
-from secateur.selection.bits import inverted
-from secateur.selection.pieces import Peers
-from secateur.selection.targets import Selection, Target
+from secateur.scores import Score, resolve
+from secateur.selection import Quota, Selection, Target, fulfil
+from secateur.selection.exact import Peers
+from secateur.selection.masks import inverted
 from secateur.selection.tiles import Pattern
 
 KINDS = ("gradient", "random")

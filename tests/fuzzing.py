@@ -27,13 +27,15 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
+from secateur import selection
 from secateur.cli import main
 from secateur.errors import ScoreError, SecateurError, StateError
 from secateur.lab.config import OPTIMIZERS, PRECISIONS, SCHEDULES, Experiment, read_experiment
 from secateur.lab.runs import read_runs
 from secateur.lab.sweep import cells_of
 from secateur.oneshot.recipes import Recipe, read_recipe
-from secateur.selection import SCOPES, allocation, exact, pieces, ranking, tiles
+from secateur.selection import SCOPES, allocation, exact, tiles
+from secateur.selection import exact as pieces
 
 Draw = random.Random
 
@@ -649,7 +651,7 @@ def lowest_go(scores: np.ndarray, alive: np.ndarray, group: np.ndarray, gone: np
 def small_parts(chunk: int, room: int) -> Iterator[None]:
     """Chunks and the room for what is collected, as small as told."""
     before = pieces.CHUNK, exact.COLLECTED
-    modules = (pieces, exact, tiles, ranking)
+    modules = (pieces, exact, tiles, selection)
     try:
         for module in modules:
             module.CHUNK = chunk  # type: ignore[attr-defined]

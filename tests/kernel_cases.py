@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 import secateur as sc
-from secateur.kernels import pipeline, reference
-from secateur.kernels.parts import Hyper, Part
+from secateur.kernels import reference, select
+from secateur.kernels.reference import Hyper, Part
 from secateur.model.facts import evaluator
-from secateur.registry import resolve
-from secateur.selection.bits import as_bool, to_bits
-from secateur.selection.exact import prune_exactly
-from secateur.selection.pieces import ALONE, Piece
+from secateur.scores import resolve
+from secateur.selection.exact import ALONE, Piece, prune_exactly
+from secateur.selection.masks import as_bool, to_bits
 
 FUSED = ("magnitude", "bitter0", "bitter3", "bitter6", "bitter7", "bitter8", "variance(q=3/8)", "fisher", "wanda")
 SIZES = (4096 * 2 + 33, 1, 16 * 130, 5000)
@@ -65,7 +64,7 @@ def check_selection(ops: Any, pieces: Sequence[Piece], share: float, packed: boo
     groups = [[piece] for piece in pieces] if layers else [list(pieces)]
     plain = [[piece.unpacked() for piece in group] for group in groups]
     counts = [int(share * sum(piece.living() for piece in group)) for group in plain]
-    cuts, masks, kept = pipeline.prune_groups(ops, groups, counts, ALONE, packed)
+    cuts, masks, kept = select.prune_groups(ops, groups, counts, ALONE, packed)
     expected = [prune_exactly(group, count) for group, count in zip(plain, counts, strict=True)]
     assert cuts == [cut for cut, _ in expected]
     wanted = [mask for _, found in expected for mask in found]

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from secateur.errors import PatternError, ScoreError
-from secateur.selection import allocation, choose
+from secateur.selection import Target, allocation, choose
 from secateur.selection.allocation import ALLOCATIONS, spread
-from secateur.selection.pieces import ALONE, Piece
-from secateur.selection.targets import Target
+from secateur.selection.exact import ALONE, Piece
 from secateur.selection.tiles import Layout
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from secateur import optim
-from secateur.bench import NAMES, forms, measuring, scale, select, step, step_forms
+from secateur.bench import NAMES, forms, measuring, scale, select, step
+from secateur.bench import step as step_forms
 from secateur.cli import main
 from secateur.lab import record
 

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from secateur.bench import accuracy, cell, forms, measuring, pace, scale, select, select_gpu, step, tables, train
+from secateur.bench import accuracy, forms, measuring, pace, scale, select, step, tables, train
+from secateur.bench import select as select_gpu
+from secateur.bench import train as cell
 
 CPU = torch.device("cpu")
 
 
 def test_every_form_prunes_about_half() -> None:
     layers = forms.make([(128, 128)] * 3, CPU)
-    for name, form in {**select.FORMS, **select_gpu.FORMS}.items():
+    for name, form in {**select.FORMS, **select_gpu.GPU_FORMS}.items():
         assert abs(forms.pruned(form(layers), layers) - 3 * 128 * 128 // 2) < 2500, name
     expected = forms.sorted_masks(layers)
     assert forms.equal(forms.secateur(layers), expected, layers)
@@ -27,14 +29,14 @@ def test_every_form_prunes_about_half() -> None:
 def test_the_gpu_table_stands_by_its_floor() -> None:
     """Measured on the CPU at a toy size: what runs on GPUs is the same code."""
     layers = forms.make([(64, 64)] * 2, CPU, torch.bfloat16)
-    size = select_gpu.measure(layers, CPU, speed=1e9, calls=2, rounds=1)
+    size = select_gpu.measure_gpu(layers, CPU, speed=1e9, calls=2, rounds=1)
     assert size["right"]
     assert size["floor_ms"][select_gpu.OURS] == pytest.approx(2 * 64 * 64 * 5 / 1e9 * 1e3, abs=1e-5)
     assert size["floor_ms"][select_gpu.PACKED] == pytest.approx(2 * 64 * 64 * 4.125 / 1e9 * 1e3, abs=1e-5)
-    header, rows = select_gpu.table(size)
+    header, rows = select_gpu.gpu_table(size)
     assert rows[0][:3:2] == (select_gpu.OURS, "1.00x")
     assert all(len(row) == len(header) for row in rows)
-    assert not any("x" in row[2] + row[4] for row in select_gpu.table({**size, "right": False})[1])
+    assert not any("x" in row[2] + row[4] for row in select_gpu.gpu_table({**size, "right": False})[1])
 
 
 def test_scratch_leaves_out_what_is_returned() -> None:

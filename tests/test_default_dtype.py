@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import secateur as sc
-from secateur.registry import _REGISTERED
+from secateur.scores import _REGISTERED
 from secateur.selection.allocation import ALLOCATIONS
 from tests.conftest import Block, train
 

@@ -10,9 +10,8 @@ import torch
 
 from secateur.cli import main
 from secateur.files import write
-from secateur.integrations.corpus import batches, standard_library, windows
-from secateur.lab.demo import demo
-from secateur.lab.training import Run
+from secateur.integrations.text import standard_library
+from secateur.lab.demo import Run, batches, demo, windows
 from tests.browser import Collector, open_page
 
 Shown = tuple[Path, str, list[Run]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from secateur.oneshot.subject import Subject
+from secateur.oneshot.calibration import Subject
 from tests.trained import Tower
 
 IDS = torch.randint(0, 17, (4, 9), generator=torch.Generator().manual_seed(0))

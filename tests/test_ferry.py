@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import secateur as sc
 from secateur.errors import FactError, ModelError
-from secateur.oneshot import offload, passage
+from secateur.oneshot import offload, reconstruct
 from secateur.oneshot.blocks import Chain
 from tests import tiny
 from tests.trained import Tower
@@ -114,7 +114,7 @@ def test_a_block_runs_only_where_it_has_landed(case: str, monkeypatch: pytest.Mo
         return real(self, number, batch, block, state)
 
     monkeypatch.setattr(Chain, "run", run)
-    monkeypatch.setitem(passage.MERGED, "cpu", 1 << 20)
+    monkeypatch.setitem(reconstruct.MERGED, "cpu", 1 << 20)
     work, settings = CASES[case]
     work(model, IDS.split(2), device="cpu:0", **settings)
     assert calls > 0

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import secateur as sc
-from secateur.kernels import pipeline, prune_groups, sizing
+from secateur.kernels import prune_groups, select, table
 from tests import kernel_cases as cases
 
 pytestmark = [
@@ -23,15 +23,15 @@ UNIT = 2.0**-23  # in the last place, of fp32
 
 @pytest.fixture
 def ops() -> Any:
-    from secateur.kernels import launching
+    from secateur.kernels import launch
 
-    return launching
+    return launch
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizing, "SMALL", 1 << 10)
-    monkeypatch.setattr(sizing, "FIRST_LOOK", 1 << 9)
+    monkeypatch.setattr(table, "SMALL", 1 << 10)
+    monkeypatch.setattr(table, "FIRST_LOOK", 1 << 9)
 
 
 PAIRS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
@@ -59,15 +59,15 @@ def test_millions_of_weights(dtype: torch.dtype, packed: bool, ops: Any) -> None
 
 def test_every_kernel_and_its_twin_on_the_gpu(small: None) -> None:
     """All kernels but the rough sweep, whose words depend on how quick the device's roots are."""
-    from secateur.kernels import stepping, steps
+    from secateur.kernels import adamw
 
     for mask in (None, "bits", "bool"):
         for parameter, state in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
             spams = (False, 0.0, torch.inf, False), (True, 0.5, torch.inf, True), (False, 0.5, 0.0, False)
             for amsgrad, theta, unseen, soft in spams:
                 case = {"parameter": parameter, "state": state, "mask": mask, "maximize": amsgrad, "unseen": unseen}
-                cases.check_adamw(steps, GPU, {**case, "amsgrad": amsgrad, "theta": theta, "soft": soft})
-    cases.check_zero(stepping, GPU)
+                cases.check_adamw(adamw, GPU, {**case, "amsgrad": amsgrad, "theta": theta, "soft": soft})
+    cases.check_zero(adamw, GPU)
 
 
 def test_no_launch_per_tensor(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_no_launch_per_tensor(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None
     for tensors in (3, 300):
         launches.clear()
         pieces = cases.pieces_for("bitter7", GPU, [4096] * tensors)
-        pipeline.prune_groups(ops, [pieces], [tensors * 1000], sc.selection.ALONE, True)
+        select.prune_groups(ops, [pieces], [tensors * 1000], sc.selection.ALONE, True)
         assert len(launches) < 20
 
 

@@ -11,11 +11,10 @@ from torch import nn
 import secateur as sc
 from secateur.model.facts import evaluator
 from secateur.model.prunable import find_sites
-from secateur.oneshot.gradients import gather_gradients
-from secateur.oneshot.shelf import Shelf
-from secateur.oneshot.subject import Subject
-from secateur.oneshot.thrift import Thrift
-from secateur.registry import resolve
+from secateur.oneshot.calibration import Subject
+from secateur.oneshot.gradients import Shelf, gather_gradients
+from secateur.oneshot.offload import Thrift
+from secateur.scores import resolve
 from tests import tiny
 
 pytestmark = [

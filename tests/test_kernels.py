@@ -19,13 +19,12 @@ from torch import nn
 import secateur as sc
 from secateur import kernels
 from secateur.errors import ScoreError
-from secateur.kernels import pipeline, sizing
-from secateur.kernels.fusing import plan_for
-from secateur.kernels.parts import Hyper, Part
-from secateur.registry import resolve
-from secateur.selection import choose
-from secateur.selection.pieces import ALONE
-from secateur.selection.targets import Target
+from secateur.kernels import select, table
+from secateur.kernels.reference import Hyper, Part
+from secateur.kernels.table import plan_for
+from secateur.scores import resolve
+from secateur.selection import Target, choose
+from secateur.selection.exact import ALONE
 from secateur.selection.tiles import Layout, parse_pattern
 from tests import kernel_cases as cases
 from tests.trained import classifier
@@ -61,16 +60,16 @@ def interpreted() -> Iterator[None]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that happens to large models happens at a few thousand weights."""
-    monkeypatch.setattr(sizing, "SMALL", 1 << 10)
-    monkeypatch.setattr(sizing, "FIRST_LOOK", 1 << 9)
-    monkeypatch.setattr(sizing, "GIVEN_TILES", 1)
+    monkeypatch.setattr(table, "SMALL", 1 << 10)
+    monkeypatch.setattr(table, "FIRST_LOOK", 1 << 9)
+    monkeypatch.setattr(table, "GIVEN_TILES", 1)
 
 
 @pytest.fixture
 def ops() -> Any:
-    from secateur.kernels import launching
+    from secateur.kernels import launch
 
-    return cases.Lockstep(launching)
+    return cases.Lockstep(launch)
 
 
 @pytest.mark.parametrize("score", cases.FUSED)
@@ -93,7 +92,7 @@ def test_every_dtype_and_kind_of_mask(weight: torch.dtype, state: torch.dtype, o
 def test_heavy_ties_take_the_slow_way(
     alive: str | None, share: float, ops: Any, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizing, "room_for", lambda wish: min(wish.total, 64))
+    monkeypatch.setattr(table, "room_for", lambda wish: min(wish.total, 64))
     pieces = cases.pieces_for("bitter7", CPU, alive=alive, change=cases.ties)
     cases.check_selection(ops, pieces, share, packed=alive == "bits")
     assert "give_up" in ops.called
@@ -103,7 +102,7 @@ def test_scores_without_a_kernel_are_handed_over(ops: Any, small: None, monkeypa
     for packed, alive in ((True, "bits"), (False, None)):
         cases.check_selection(ops, cases.pieces_for("bitter5", CPU, alive=alive), 0.6, packed)
         with monkeypatch.context() as patch:
-            patch.setattr(sizing, "room_for", lambda wish: min(wish.total, 64))
+            patch.setattr(table, "room_for", lambda wish: min(wish.total, 64))
             cases.check_selection(ops, cases.pieces_for("bitter5", CPU, alive=alive, change=cases.ties), 0.3, packed)
     assert ops.called.keys() >= {"count", "give_up"}
 
@@ -122,8 +121,8 @@ def test_different_kinds_and_layers_share_a_selection(ops: Any, small: None) -> 
 
 
 def test_a_sample_that_misleads(ops: Any, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizing, "SIGMAS", 0.0)
-    monkeypatch.setattr(sizing, "room_for", lambda wish: min(wish.total, 64))
+    monkeypatch.setattr(table, "SIGMAS", 0.0)
+    monkeypatch.setattr(table, "room_for", lambda wish: min(wish.total, 64))
     for seed in range(4):
         torch.manual_seed(seed)
         cases.check_selection(ops, cases.pieces_for("variance", CPU, (9000, 700)), 0.5, packed=seed % 2 == 0)
@@ -137,11 +136,11 @@ def test_nan_is_refused_and_named(layers: bool, ops: Any, small: None) -> None:
     pieces[1].source[1]["weight"][17] = torch.nan
     groups = [[piece] for piece in pieces] if layers else [pieces]
     with pytest.raises(ScoreError, match=r"NaN scores in '1' \(1\)"):
-        pipeline.prune_groups(ops, groups, [100] * len(groups), ALONE, True)
+        select.prune_groups(ops, groups, [100] * len(groups), ALONE, True)
     assert pieces[0].source is not None
     pieces[0].source[1]["weight"].fill_(torch.nan)
     with pytest.raises(ScoreError, match=r"NaN scores in '0' \(5000\), '1' \(1\)"):
-        pipeline.prune_groups(ops, groups, [100] * len(groups), ALONE, True)
+        select.prune_groups(ops, groups, [100] * len(groups), ALONE, True)
 
 
 def test_empty_tensors_among_others(ops: Any, small: None) -> None:
@@ -158,12 +157,12 @@ def test_one_look_at_the_device(ops: Any, small: None, monkeypatch: pytest.Monke
         monkeypatch.setattr(
             torch.Tensor, name, lambda self, *a, _real=real, _name=name: looks.append(_name) or _real(self, *a)
         )
-    from secateur.kernels import launching
+    from secateur.kernels import launch
 
     pieces = cases.pieces_for("bitter7", CPU, (9000, 700))
     count = 4000
-    monkeypatch.setattr(launching, "launch", lambda *_, **__: None)
-    pipeline.prune_groups(launching, [pieces], [count], ALONE, True)
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: None)
+    select.prune_groups(launch, [pieces], [count], ALONE, True)
     assert looks == ["tolist"]
 
 
@@ -194,11 +193,11 @@ def test_rows_and_groups(pattern: str | None, shape: tuple[int, int], alive: str
 
 
 def test_the_ranking_kernel_and_its_twin() -> None:
-    from secateur.kernels import ranking
+    from secateur.kernels import select_triton
 
     for packed in (False, True):
         pieces = cases.pieces_for("bitter7", CPU, (4 * 96, 2 * 96), alive="bits" if packed else "bool")
-        done = pipeline.rank_tiles(cases.Lockstep(ranking), pieces, [96, 48], [40, 20], packed)
+        done = select.rank_tiles(cases.Lockstep(select_triton), pieces, [96, 48], [40, 20], packed)
         assert done is not None
 
 
@@ -210,17 +209,17 @@ def test_the_ranking_kernel_and_its_twin() -> None:
 def test_the_adamw_kernel(
     mask: str | None, amsgrad: bool, maximize: bool, theta: float, unseen: float, soft: bool
 ) -> None:
-    from secateur.kernels import steps
+    from secateur.kernels import adamw
 
     for parameter, state in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
         case = {"parameter": parameter, "state": state, "mask": mask, "amsgrad": amsgrad, "maximize": maximize}
-        cases.check_adamw(steps, CPU, {**case, "theta": theta, "unseen": unseen, "soft": soft})
+        cases.check_adamw(adamw, CPU, {**case, "theta": theta, "unseen": unseen, "soft": soft})
 
 
 def test_the_zeroing_kernel() -> None:
-    from secateur.kernels import stepping
+    from secateur.kernels import adamw
 
-    cases.check_zero(stepping, CPU)
+    cases.check_zero(adamw, CPU)
 
 
 def test_a_step_by_kernel_counts_and_warns_as_torchs_does() -> None:
@@ -342,10 +341,10 @@ def test_a_prepared_step_is_dropped_when_anything_it_rests_on_changes(monkeypatc
 @pytest.mark.parametrize("step", [1.0, 2.0, 10.0, 1e6])
 def test_biases_are_those_of_torchs_fused_step(beta: float, step: float) -> None:
     """Powers are rounded before they are taken from one, but a beta that fp32 takes for one leaves something."""
-    from secateur.kernels import steps
+    from secateur.kernels import adamw
 
     hyper = Hyper(1e-3, beta, beta, 1e-8, 0.1, False, False, 0.0)
-    _, _, _, size, inverse, *_ = steps.numbers(hyper, step)
+    _, _, _, size, inverse, *_ = adamw.numbers(hyper, step)
     power = float(torch.tensor(beta, dtype=torch.float32) ** step)
     bias = float(torch.tensor(1.0) - torch.tensor(power)) if beta < 0.9999 else 1 - beta**step
     assert size == pytest.approx(1e-3 / bias, rel=1e-6)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from secateur.errors import DataError, SecateurError, TextError
-from secateur.lab import tokens as lab_tokens
+from secateur.lab import data as lab_tokens
 from secateur.lab.data import FORMS, Tokens, load
 
 ROOT = Path(__file__).parent.parent

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from secateur.model.held import Held
+from secateur.scores import mixed
 from secateur.selection import masks
-from secateur.selection.bits import as_bool, from_bits, inverted, pack, packed_bytes, to_bits, unpack
-from secateur.selection.masks import apply, checksum
-from secateur.selection.pieces import mixed
+from secateur.selection.masks import apply, as_bool, checksum, from_bits, inverted, pack, packed_bytes, to_bits, unpack
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=4), st.integers(0, 2**30))

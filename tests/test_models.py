@@ -12,7 +12,7 @@ from secateur.model.prunable import find_sites
 from secateur.oneshot.activations import Inputs, gather_inputs
 from secateur.oneshot.batches import in_bf16, standard_loss
 from secateur.oneshot.blocks import find_blocks
-from secateur.oneshot.subject import Subject
+from secateur.oneshot.calibration import Subject
 from tests import tiny
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

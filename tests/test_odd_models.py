@@ -17,10 +17,10 @@ from torch.testing._internal import two_tensor
 import secateur as sc
 from secateur.errors import FactError, ModelError, SiteError
 from secateur.model.prunable import find_sites
-from secateur.oneshot import passage
+from secateur.oneshot import reconstruct
 from secateur.oneshot.batches import standard_loss
 from secateur.oneshot.blocks import Chain, find_blocks
-from secateur.oneshot.subject import Subject
+from secateur.oneshot.calibration import Subject
 from tests import tiny
 from tests.trained import Tower, classifier
 
@@ -228,7 +228,7 @@ def test_batches_are_merged_only_where_that_changes_nothing(build: Any, monkeypa
     batches = batches if words else [(torch.randn(2, 6, 16), torch.randn(2, 6, 16)) for _ in range(4)]
     found = []
     for most in (0, 256 << 20):
-        monkeypatch.setitem(passage.MERGED, "cpu", most)
+        monkeypatch.setitem(reconstruct.MERGED, "cpu", most)
         torch.manual_seed(0)
         model = build()
         sc.prune(model, batches, score="magnitude", reconstruct=True)

@@ -12,7 +12,7 @@ from torch import nn
 
 import secateur as sc
 from secateur.errors import StateError
-from secateur.selection.bits import to_bits
+from secateur.selection.masks import to_bits
 from tests.conftest import Block, train
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import secateur as sc
+from secateur import selection
 from secateur.errors import PatternError, ScoreError
-from secateur.selection import choose, pieces, ranking, tiles
-from secateur.selection.pieces import Piece, flat_part
-from secateur.selection.targets import Target
+from secateur.selection import Target, choose, exact, tiles
+from secateur.selection.exact import Piece, flat_part
 from secateur.selection.tiles import Layout, Tiling, parse_pattern
 from tests import oracle
 
@@ -77,7 +77,7 @@ def test_rows_too_long_for_one_go_are_streamed() -> None:
     expected = oracle.select_groups(scores, 300, alive)
     turned = target(scores.t().contiguous(), Layout((1,), 0), alive.t().reshape(-1))
     for small in (64, 100):
-        patches = [mock.patch.object(module, "CHUNK", small) for module in (pieces, ranking, tiles)]
+        patches = [mock.patch.object(module, "CHUNK", small) for module in (exact, selection, tiles)]
         with patches[0], patches[1], patches[2]:
             assert torch.equal(sc.select({"w": scores}, 0.6, scope="row", alive={"w": alive})["w"], expected)
             assert torch.equal(choose([turned], 0.6, scope="row").masks[0].view(500, 4).t(), expected)
@@ -212,7 +212,7 @@ def test_alive_may_be_a_view_but_not_of_something_else() -> None:
 def test_nan_in_a_long_row_is_named_like_any_other() -> None:
     scores = torch.ones(2, 500)
     scores[1, 3] = torch.nan
-    patches = [mock.patch.object(module, "CHUNK", 64) for module in (pieces, ranking, tiles)]
+    patches = [mock.patch.object(module, "CHUNK", 64) for module in (exact, selection, tiles)]
     with patches[0], patches[1], patches[2], pytest.raises(ScoreError, match=r"NaN scores in 'w' \(1\)"):
         sc.select({"w": scores}, 0.5, scope="row")
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.oneshot.batches import standard_loss
-from secateur.oneshot.subject import Subject
+from secateur.oneshot.calibration import Subject
 from secateur.oneshot.veto import MOST_GROWTH, Probe, Trial, agrees, growth, tempered
-from secateur.registry import Score, resolve
+from secateur.scores import Score, resolve
 from secateur.selection import Select
 from tests.interrupts import unharmed
 from tests.trained import Batches, Tower, classifier, loss_of

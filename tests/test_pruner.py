@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.errors import ModelError, PatternError, ScheduleError, StateError
-from secateur.registry import resolve
+from secateur.scores import resolve
 from tests.conftest import Block, train
 
 

@@ -15,7 +15,7 @@ from secateur.model.facts import kept_last, least_spared, spared_share
 from secateur.model.prunable import find_sites
 from secateur.oneshot.batches import in_bf16, standard_loss
 from secateur.oneshot.blocks import find_blocks
-from secateur.oneshot.subject import Subject
+from secateur.oneshot.calibration import Subject
 from tests.interrupts import bits, unharmed
 from tests.trained import Tower, classifier, loss_of
 

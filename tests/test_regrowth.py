@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.errors import FactError, RegrowthError
-from secateur.registry import mixed, resolve
 from secateur.regrowth import Regrowth
-from secateur.selection.bits import from_bits, inverted, to_bits
+from secateur.scores import mixed, resolve
+from secateur.selection.masks import from_bits, inverted, to_bits
 from tests import kernel_cases as cases
 from tests.conftest import Block, train
 from tests.oracle import remove_lowest

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import secateur as sc
 from secateur.errors import ScheduleError, StateError
+from secateur.model.held import rounding
 from secateur.model.prunable import find_sites
-from secateur.model.saving import rounding
 from secateur.selection.tiles import parse_pattern
 from tests.conftest import Block, train
 

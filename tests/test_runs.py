@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from secateur.errors import ComparisonError
-from secateur.lab.fairness import check_fair, differing
-from secateur.lab.rows import baselines
-from secateur.lab.runs import read_runs
+from secateur.lab.runs import check_fair, differing, read_runs
+from secateur.lab.tables import baselines
 from tests.run_folders import LOSSES, command, compared, entries, make_run, make_sweep
 
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur import registry
+from secateur import scores as registry
 from secateur.errors import FactError, ScoreError
-from secateur.registry import resolve
-from secateur.scores import power
+from secateur.scores import power, resolve
 
 STATED = {  # name -> facts it declares, as documented
     "bitter0": {"weight", "exp_avg", "exp_avg_sq"},

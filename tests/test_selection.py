@@ -15,9 +15,10 @@ from torch import Tensor
 
 import secateur as sc
 from secateur.errors import PatternError, ScheduleError, ScoreError
-from secateur.selection import exact, pieces
-from secateur.selection.bits import to_bits
-from secateur.selection.pieces import ALONE, HIGHEST_KEY, LOWEST_KEY, Piece, keys_of, places_of, value_of, values_of
+from secateur.selection import exact
+from secateur.selection import exact as pieces
+from secateur.selection.exact import ALONE, HIGHEST_KEY, LOWEST_KEY, Piece, keys_of, places_of, value_of, values_of
+from secateur.selection.masks import to_bits
 from tests import oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.errors import ScheduleError
-from secateur.kernels.reference_steps import clip
-from secateur.spam import HISTORY, PRESETS, Spam, as_spam, clips, hold, is_cold, resets, soften, warmth
+from secateur.kernels.reference import clip
+from secateur.optim import HISTORY, PRESETS, Spam, as_spam, clips, hold, is_cold, resets, soften, warmth
 
 
 def test_the_papers_settings_and_those_of_the_seeds() -> None:

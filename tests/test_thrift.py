@@ -9,9 +9,9 @@ from torch import nn
 import secateur as sc
 from secateur.errors import FactError
 from secateur.model.prunable import find_sites
+from secateur.oneshot.calibration import Subject
 from secateur.oneshot.gradients import Gradients, gather_gradients, rounded_by_chance
-from secateur.oneshot.subject import Subject
-from secateur.oneshot.thrift import Thrift, as_bytes, made_again, plan
+from secateur.oneshot.offload import Thrift, as_bytes, made_again, plan
 from tests.trained import Tower
 
 IDS = torch.randint(0, 17, (5, 9), generator=torch.Generator().manual_seed(0))

@@ -25,12 +25,11 @@ pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 from secateur.cli import main
 from secateur.cli.train import add_train, changes_of, name_of
 from secateur.errors import SecateurError
-from secateur.lab import monitor, zoo
+from secateur.lab import models, monitor
+from secateur.lab.checkpoint import RunFolder
 from secateur.lab.config import Experiment, read_experiment
-from secateur.lab.dry import dry_run
 from secateur.lab.run import run
-from secateur.lab.runfolder import RunFolder
-from secateur.lab.trainer import Execution, Trainer
+from secateur.lab.trainer import Execution, Trainer, dry_run
 from tests.damage import damage, damages, hostile_pickle, refused, small_disk
 
 ROOT = Path(__file__).parent.parent
@@ -353,7 +352,7 @@ def test_sizes_of_models() -> None:
     sizes = {("lenet5", 1, 10, 28): 61_750, ("resnet18", 3, 10, 32): 11_173_962, ("resnet50", 3, 1000, 224): 25_557_032}
     for (name, *shape), size in sizes.items():
         with torch.device("meta"):
-            assert sum(p.numel() for p in zoo.image_model(name, *shape).parameters()) == size
+            assert sum(p.numel() for p in models.image_model(name, *shape).parameters()) == size
 
 
 def test_where_a_step_goes(monkeypatch: pytest.MonkeyPatch) -> None:

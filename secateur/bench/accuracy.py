@@ -19,8 +19,8 @@ from secateur.bench.forms import make
 from secateur.bench.measuring import positive
 from secateur.errors import SecateurError
 from secateur.lab import record
-from secateur.registry import resolve
 from secateur.report import text_table
+from secateur.scores import resolve
 from secateur.selection.exact import sampled_cut
 
 TARGETS = (0.001, 0.01, 0.1, 0.5, 0.9)

@@ -13,9 +13,9 @@ from torch.nn.utils import prune
 
 from secateur.kernels import prune_groups
 from secateur.model.facts import evaluator
-from secateur.registry import resolve
-from secateur.selection.bits import from_bits
-from secateur.selection.pieces import Piece
+from secateur.scores import resolve
+from secateur.selection.exact import Piece
+from secateur.selection.masks import from_bits
 
 Layers = list[tuple[Tensor, Tensor]]  # weight and second moment
 Form = Callable[[Layers], list[Tensor]]

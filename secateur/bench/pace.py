@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from secateur.bench.cell import DENSE, Plan, Training, pruned_as_asked
 from secateur.bench.measuring import device_of, times
-from secateur.bench.train import LABELS, add_plan, plan_of
+from secateur.bench.train import DENSE, LABELS, Plan, Training, add_plan, plan_of, pruned_as_asked
 from secateur.lab import record
 from secateur.report import text_table
 

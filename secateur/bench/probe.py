@@ -25,9 +25,9 @@ from secateur.oneshot.batches import device_of as device_of_model
 from secateur.oneshot.batches import standard_loss
 from secateur.oneshot.blocks import find_blocks
 from secateur.oneshot.gradients import gather_gradients
+from secateur.oneshot.offload import activations, as_bytes, made_again
 from secateur.oneshot.probe import probe
 from secateur.oneshot.prune import prune
-from secateur.oneshot.thrift import activations, as_bytes, made_again
 from secateur.optional import library
 from secateur.report import text_table
 

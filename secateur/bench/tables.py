@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import secateur
-from secateur.bench import accuracy, pace, probe, quality, scale, select, select_gpu, step, train
+from secateur.bench import accuracy, pace, probe, quality, scale, select, step, train
+from secateur.bench import select as select_gpu
 from secateur.files import write
 from secateur.lab import results
 from secateur.lab.record import ROOT, results_folder
-from secateur.registry import resolve
 from secateur.report import markdown_table
+from secateur.scores import resolve
 
 NOT_YET = "not measured yet"
 CPU, GPU = "cpu", "gpu"
@@ -61,7 +62,7 @@ def select_tables(record: Record) -> list[str]:
 
 
 def select_gpu_tables(record: Record) -> list[str]:
-    return [markdown_table(*select_gpu.table(size)) for size in record["sizes"]]
+    return [markdown_table(*select_gpu.gpu_table(size)) for size in record["sizes"]]
 
 
 def train_tables(record: Record) -> list[str]:

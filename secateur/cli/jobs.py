@@ -19,19 +19,18 @@ from secateur.bench.measuring import positive
 from secateur.errors import SaveError, SecateurError, TextError
 from secateur.files import check_folder, check_room, claimed
 from secateur.integrations import transformers
-from secateur.integrations.folder import check_free, saved_bytes
 from secateur.integrations.text import SOURCES
+from secateur.integrations.transformers import check_free, saved_bytes
 from secateur.model.prunable import find_sites
 from secateur.oneshot.batches import check_ids, standard_loss
 from secateur.oneshot.offload import ferry_for
 from secateur.oneshot.probe import ORDERS, probe
 from secateur.oneshot.prune import prune
 from secateur.oneshot.recipes import NAMED, RECOMMENDED, read_recipe
-from secateur.page import render
 from secateur.progress import Stages
-from secateur.registry import resolve
-from secateur.report import Outcome
+from secateur.report import Outcome, render
 from secateur.schedules import check_sparsity
+from secateur.scores import resolve
 from secateur.selection.tiles import parse_pattern
 
 # Context and windows that calibrate and evaluate, unless told: what takes minutes on such a device.

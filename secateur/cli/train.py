@@ -65,10 +65,9 @@ def changes_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_train(options: argparse.Namespace) -> int:
     """The command `secateur train`."""
-    from secateur.lab.dry import dry_run
+    from secateur.lab.checkpoint import RunFolder, check_place
     from secateur.lab.run import run
-    from secateur.lab.runfolder import RunFolder, check_place
-    from secateur.lab.trainer import EXTRA, Execution, Trainer
+    from secateur.lab.trainer import EXTRA, Execution, Trainer, dry_run
 
     experiment = read_experiment(options.recipe, changes_of(options))
     if options.dry_run:

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from secateur.kernels.parts import Hyper, Part
+from secateur.kernels.reference import Hyper, Part
 from secateur.selection import exact
-from secateur.selection.bits import as_bool, from_bits, to_bits
-from secateur.selection.exact import Cut, refuse_nan
-from secateur.selection.pieces import ALONE, Peers, Piece, count_of
+from secateur.selection.exact import ALONE, Cut, Peers, Piece, count_of, refuse_nan
+from secateur.selection.masks import as_bool, from_bits, to_bits
 
 
 class Pruned(NamedTuple):
@@ -77,10 +76,10 @@ def prune_groups(
         masks = [mask for _, found in done for mask in found]
         kept = [count_of(mask) for mask in masks]
         return Pruned([cut for cut, _ in done], [to_bits(mask) for mask in masks] if packed else masks, kept)
-    from secateur.kernels import launching, pipeline
+    from secateur.kernels import launch, select
 
     with on(pieces[0].device):
-        return Pruned(*pipeline.prune_groups(launching, groups, counts, peers, packed))
+        return Pruned(*select.prune_groups(launch, groups, counts, peers, packed))
 
 
 def rank_tiles(
@@ -89,10 +88,10 @@ def rank_tiles(
     """Masks without the lowest of every `width` neighbours, or None where that is for plain torch to do."""
     if not _served(pieces):
         return None
-    from secateur.kernels import pipeline, ranking
+    from secateur.kernels import select, select_triton
 
     with on(pieces[0].device):
-        done = pipeline.rank_tiles(ranking, pieces, widths, gone, packed)
+        done = select.rank_tiles(select_triton, pieces, widths, gone, packed)
     if done is None:
         return None
     masks, spoiled = done
@@ -112,11 +111,11 @@ def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     if slow:
         reference.zero([tensor for tensor, _ in slow], [mask for _, mask in slow])
     for device in dict.fromkeys(tensor.device for tensor, _ in fast):
-        from secateur.kernels import stepping
+        from secateur.kernels import adamw
 
         mine = [(tensor, mask) for tensor, mask in fast if tensor.device == device]
         with on(device):
-            stepping.zero([tensor for tensor, _ in mine], [mask for _, mask in mine])
+            adamw.zero([tensor for tensor, _ in mine], [mask for _, mask in mine])
         written([tensor for tensor, _ in mine])
 
 
@@ -140,13 +139,13 @@ def prepare_adamw(parts: Sequence[Part], hyper: Hyper) -> list[Any]:
     """Steps of AdamW by kernel, for parts that it takes: one for each device, to be taken again and again."""
     if not parts:
         return []
-    from secateur.kernels import steps
+    from secateur.kernels import adamw
 
     ready = []
     for device in dict.fromkeys(part.parameter.device for part in parts):
         with on(device):
             members = [number for number, part in enumerate(parts) if part.parameter.device == device]
-            ready.append(steps.prepare(parts, members, hyper))
+            ready.append(adamw.prepare(parts, members, hyper))
     return ready
 
 
@@ -154,21 +153,21 @@ def take_adamw(ready: Sequence[Any], gradients: Sequence[Tensor], hyper: Hyper, 
     """One step of AdamW by kernel, masks and SPAM inside."""
     if not ready:
         return  # Triton, which the steps import, is optional
-    from secateur.kernels import steps
+    from secateur.kernels import adamw
 
     for one in ready:
         with on(one.device):
-            steps.take(one, gradients, hyper, None if soft is None else soft.to(one.device))
+            adamw.take(one, gradients, hyper, None if soft is None else soft.to(one.device))
         written(one.written)
 
 
 def population(masks: Sequence[Tensor]) -> list[int]:
     """How many weights each mask keeps; one look at the device for all."""
     if masks and serves(*masks):
-        from secateur.kernels import stepping
+        from secateur.kernels import adamw
 
         with on(masks[0].device):
-            return stepping.population(masks).tolist()
+            return adamw.population(masks).tolist()
     return [
         count_of(mask.view(-1) if mask.dtype == torch.bool else from_bits(mask, 8 * mask.numel())) for mask in masks
     ]

@@ -1,34 +1,118 @@
-"""The specification: what each kernel does, in plain torch. Simple before fast; tests compare, kernel by kernel."""
+"""What one parameter brings to a step of AdamW."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
-from secateur.kernels.board import (
+from secateur.kernels.table import (
     BELOW,
     BINS,
+    COLUMNS,
     CROWDED,
     EQUAL,
     INSIDE,
+    LAUNCH,
     LISTED,
     LOW,
     OVER,
     RANK,
     RUN,
     SLOTS,
+    TILE,
     WORDS,
     Board,
+    Launch,
+    Table,
     range_of,
 )
-from secateur.kernels.reference_steps import adamw as adamw
-from secateur.kernels.reference_steps import population as population
-from secateur.kernels.reference_steps import zero as zero
-from secateur.kernels.table import COLUMNS, LAUNCH, TILE, Launch, Table
-from secateur.selection.bits import from_bits, to_bits
-from secateur.selection.pieces import DEAD_KEY, keys_of, values_of, without_lowest
+from secateur.selection.exact import DEAD_KEY, keys_of, values_of, without_lowest
+from secateur.selection.masks import apply, from_bits, to_bits
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """Settings of a step, shared by the parameters of a group.
+
+    `theta` and `unseen` are SPAM's: gradients are clipped to sqrt(theta v), and to `unseen` where v is zero. A theta of
+    0 turns clipping off; infinity clips nothing in this step, by the same kernel as the steps that clip.
+    """
+
+    lr: Any  # a number, or a tensor where torch takes one
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool = False
+    amsgrad: bool = False
+    theta: float = 0.0
+    unseen: float = math.inf
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter as this process holds it, its gradient and state, and the mask it is held to."""
+
+    parameter: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None
+    step: Tensor  # how many steps were taken; kernels want it on the host
+    mask: Tensor | None  # bool in the parameter's shape, or flat bits
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What the mask holds at zero."""
+        return [t for t in (self.parameter, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq) if t is not None]
+
+
+def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
+    """Zero, in place, what the masks (bool in the tensor's shape, or flat bits) say is gone."""
+    whole = [m if m.dtype == torch.bool else from_bits(m, t.numel()) for t, m in zip(tensors, masks, strict=True)]
+    apply(tensors, [mask.view(tensor.shape) for mask, tensor in zip(whole, tensors, strict=True)])
+
+
+def population(masks: Sequence[Tensor]) -> Tensor:
+    """How many weights each mask keeps."""
+    return torch.stack(
+        [mask.sum() if mask.dtype == torch.bool else from_bits(mask, 8 * mask.numel()).sum() for mask in masks]
+    )
+
+
+def adamw(parts: Sequence[Part], hyper: Hyper, group: Mapping[str, Any], soft: Tensor | None = None) -> None:
+    """One step of AdamW for parts of one parameter group, by torch's own function; SPAM before it, masks after it."""
+    if soft is not None:
+        for part in parts:
+            part.exp_avg.mul_(soft[0].to(part.exp_avg.device))
+            part.exp_avg_sq.mul_(soft[1].to(part.exp_avg.device))
+    gradients = [part.gradient for part in parts]
+    if 0 < hyper.theta < math.inf:
+        gradients = [clip(p.gradient.detach(), p.exp_avg_sq, hyper.theta, hyper.unseen) for p in parts]
+    adam(
+        [part.parameter for part in parts], gradients, [part.exp_avg for part in parts],
+        [part.exp_avg_sq for part in parts],
+        [part.max_exp_avg_sq for part in parts if part.max_exp_avg_sq is not None],
+        [part.step for part in parts],
+        foreach=group["foreach"], capturable=group["capturable"], differentiable=group["differentiable"],
+        fused=group["fused"], has_complex=any(part.parameter.is_complex() for part in parts),
+        decoupled_weight_decay=True, amsgrad=hyper.amsgrad, beta1=hyper.beta1, beta2=hyper.beta2, lr=hyper.lr,
+        weight_decay=hyper.weight_decay, eps=hyper.eps, maximize=hyper.maximize,
+    )  # fmt: skip
+    masked = [(tensor.detach(), part.mask) for part in parts if part.mask is not None for tensor in part.tensors]
+    zero([tensor for tensor, _ in masked], [mask for _, mask in masked])
+
+
+def clip(gradient: Tensor, second: Tensor, theta: float, unseen: float = math.inf) -> Tensor:
+    """The gradient limited to sqrt(theta v), and to `unseen` where v is zero."""
+    limit = torch.where(second > 0, (theta * second).sqrt(), unseen).to(gradient.dtype)
+    return torch.where(gradient.abs() > limit, limit * gradient.sign(), gradient)
 
 
 def _alive(table: Table, number: int) -> Tensor:

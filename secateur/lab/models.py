@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from secateur.errors import ModelError
+from secateur.optional import library
+from secateur.settings import nearest
 
 
 @dataclass(frozen=True)
@@ -77,3 +84,158 @@ class GPT(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.lm_head(self.norm(x))
+
+
+GPT2 = {  # layers, width, heads
+    "gpt2": (12, 768, 12),
+    "gpt2-medium": (24, 1024, 16),
+    "gpt2-large": (36, 1280, 20),
+    "gpt2-xl": (48, 1600, 25),
+}
+SMALL_GPT = re.compile(r"gpt-(\d+)x(\d+)")
+HEAD_WIDTH = 64
+SMALL_IMAGE = 64  # up to so many pixels a side, a ResNet does not shrink the picture in its first layer
+
+
+class LeNet5(nn.Module):
+    """LeCun's network with normalisation and rectifiers, for pictures of any size."""
+
+    def __init__(self, channels: int, classes: int, size: int) -> None:
+        super().__init__()
+        self.padding = max(0, (32 - size + 1) // 2)  # small pictures are set into a frame of 32 pixels
+        side = (size + 2 * self.padding) // 4 - 3
+        self.conv1, self.norm1 = nn.Conv2d(channels, 6, 5), nn.BatchNorm2d(6)
+        self.conv2, self.norm2 = nn.Conv2d(6, 16, 5), nn.BatchNorm2d(16)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(16 * side * side, 120), nn.Linear(120, 84), nn.Linear(84, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        images = functional.pad(images, [self.padding] * 4)
+        images = functional.max_pool2d(functional.relu(self.norm1(self.conv1(images))), 2)
+        images = functional.max_pool2d(functional.relu(self.norm2(self.conv2(images))), 2)
+        hidden = functional.relu(self.fc1(images.flatten(1)))
+        return self.fc3(functional.relu(self.fc2(hidden)))
+
+
+class Residual(nn.Module):
+    """Two convolutions of one width, or three with a narrow middle, beside a way around them."""
+
+    def __init__(self, before: int, width: int, stride: int, bottleneck: bool) -> None:
+        super().__init__()
+        after = 4 * width if bottleneck else width
+        sizes = [(before, width, 1), (width, width, 3), (width, after, 1)] if bottleneck else [
+            (before, width, 3), (width, after, 3)
+        ]  # fmt: skip
+        steps: list[nn.Module] = []
+        for number, (inputs, outputs, extent) in enumerate(sizes):
+            shrinks = stride if number == (1 if bottleneck else 0) else 1
+            steps += [nn.Conv2d(inputs, outputs, extent, shrinks, extent // 2, bias=False), nn.BatchNorm2d(outputs)]
+            steps += [nn.ReLU()] if number < len(sizes) - 1 else []
+        self.steps = nn.Sequential(*steps)
+        self.around: nn.Module = nn.Identity()
+        if stride > 1 or before != after:
+            self.around = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.steps(x) + self.around(x))
+
+
+class ResNet(nn.Module):
+    """He's residual networks; the first layer is small for small pictures (CIFAR) and large for large ones."""
+
+    def __init__(self, depths: tuple[int, ...], bottleneck: bool, channels: int, classes: int, size: int) -> None:
+        super().__init__()
+        small = size <= SMALL_IMAGE
+        stem: list[nn.Module] = [
+            nn.Conv2d(channels, 64, 3 if small else 7, 1 if small else 2, 1 if small else 3, bias=False)
+        ]
+        stem += [nn.BatchNorm2d(64), nn.ReLU()] + ([] if small else [nn.MaxPool2d(3, 2, 1)])
+        self.stem, blocks, before = nn.Sequential(*stem), [], 64
+        for stage, depth in enumerate(depths):
+            width = 64 << stage
+            for number in range(depth):
+                blocks.append(Residual(before, width, 2 if stage and not number else 1, bottleneck))
+                before = 4 * width if bottleneck else width
+        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(before, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
+
+
+IMAGE_MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
+    "lenet5": LeNet5,
+    "resnet18": lambda channels, classes, size: ResNet((2, 2, 2, 2), False, channels, classes, size),
+    "resnet50": lambda channels, classes, size: ResNet((3, 4, 6, 3), True, channels, classes, size),
+}
+
+
+class Causal(nn.Module):
+    """A causal model of transformers, tokens to logits, as the lab's own are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+def language_model(name: str, vocabulary: int, context: int, most_layers: int = 1000) -> nn.Module:
+    """A GPT of this name that reads so many tokens; with fewer layers where only its shapes are of interest."""
+    if (shape := SMALL_GPT.fullmatch(name)) is not None:
+        layers, width = map(int, shape.groups())
+        if not layers or width % min(width, HEAD_WIDTH):
+            raise ModelError(f"{name}: a width above {HEAD_WIDTH} must be a multiple of it, such as gpt-8x512.")
+        return GPT(GPTShape(vocabulary, context, min(layers, most_layers), width, max(1, width // HEAD_WIDTH)))
+    transformers = library("transformers", f"Model {name}", '"secateur[hf]"')
+    layers, width, heads = GPT2[name]
+    config: Any = transformers.GPT2Config(
+        vocab_size=vocabulary, n_positions=context, n_layer=min(layers, most_layers), n_embd=width, n_head=heads,
+        use_cache=False, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+    )  # fmt: skip
+    return Causal(transformers.GPT2LMHeadModel(config))
+
+
+def is_language_model(name: str) -> bool:
+    """Whether a model of this name reads tokens; an error if there is none."""
+    if name in GPT2 or SMALL_GPT.fullmatch(name):
+        return True
+    if name in IMAGE_MODELS:
+        return False
+    known = [*GPT2, "gpt-4x128", "gpt-8x512", *IMAGE_MODELS]
+    raise ModelError(
+        f"No model {name!r}.{nearest(name, known)} Use {', '.join(GPT2)}, gpt-LAYERSxWIDTH (such as gpt-8x512) or"
+        f" {', '.join(IMAGE_MODELS)}."
+    )
+
+
+def image_model(name: str, channels: int, classes: int, size: int) -> nn.Module:
+    """A classifier of this name for pictures of so many pixels a side."""
+    return IMAGE_MODELS[name](channels, classes, size)
+
+
+def loss_of(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Mean cross entropy of a batch (tokens, or pictures and their classes), and how many predictions were right."""
+    inputs, targets = batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
+    logits = model(inputs).float().flatten(0, -2)
+    targets = targets.flatten()
+    return functional.cross_entropy(logits, targets), (logits.argmax(-1) == targets).sum()
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices and kernels decay; biases and normalisation do not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
+    """A model whose weights depend on the seed alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return build()

@@ -11,8 +11,8 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from secateur.lab.training import Plan, Run
-from secateur.page import table
+from secateur.lab.demo import Plan, Run
+from secateur.report import table
 
 COLOURS = {"dense": "#6b7280", "magnitude": "#d97706", "variance": "#2563eb"}
 STAGES = ("#93c5fd", "#3b82f6", "#1e3a8a")

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from secateur.lab.compare import Comparison
+from secateur.lab.compare import Comparison, header, notes, rows_of
 from secateur.lab.page import block, document, figure, layer_bars, legend_columns
-from secateur.lab.rendering import header, notes, rows_of
-from secateur.lab.rows import Measure, Row
-from secateur.lab.runs import Evaluation, number
-from secateur.lab.tables import Table, at_step
-from secateur.page import table
+from secateur.lab.runs import Evaluation, Measure, number
+from secateur.lab.tables import Row, Table, at_step
+from secateur.report import table
 
 # The first eight are told apart by people who see colours differently too (Okabe and Ito); past the last come dashes.
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b7280", "#111827"]

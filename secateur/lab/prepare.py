@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from secateur.errors import DataError
-from secateur.files import appearing, check_folder, check_room, claimed, write
-from secateur.integrations.corpus import VOCABULARY
-from secateur.integrations.folder import check_free
-from secateur.integrations.text import BETWEEN, PIECE, SOURCES, read_documents, token_pieces
-from secateur.lab.places import existing_folder
+from secateur.files import appearing, check_folder, check_room, claimed, existing_folder, write
+from secateur.integrations.text import BETWEEN, PIECE, SOURCES, VOCABULARY, read_documents, token_pieces
+from secateur.integrations.transformers import check_free
 from secateur.optional import library
 
 CODES = {"uint16": "H", "uint32": "I"}  # as Python's arrays call them

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from secateur.files import write
-from secateur.lab.compare import Comparison, compare, kept_choices
+from secateur.lab.compare import Comparison, compare, kept_choices, noise
 from secateur.lab.record import ROOT, results_folder
-from secateur.lab.rendering import noise
-from secateur.lab.rows import Measure
-from secateur.lab.runs import read_kept
+from secateur.lab.runs import Measure, read_kept
 from secateur.lab.statistics import exponential, percent
 from secateur.lab.tables import BASELINE, Entry, Table
 

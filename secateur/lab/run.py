@@ -1,4 +1,4 @@
-"""A run from its first step, or from where it stopped, to its summary."""
+"""A run's folder: its settings, its numbers line by line, its checkpoint, and the summary that says it is finished."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 from secateur.errors import SaveError
 from secateur.files import appearing
+from secateur.lab.checkpoint import BEST, GPU, GRADIENT, WEIGHTS, RunFolder
 from secateur.lab.data import Tokens
 from secateur.lab.monitor import Monitor
 from secateur.lab.record import commit, hardware, versions
-from secateur.lab.runfolder import BEST, GPU, GRADIENT, WEIGHTS, RunFolder
 from secateur.lab.trainer import EXTRA, Trainer
 from secateur.model.prunable import plain_name
 from secateur.optional import library

@@ -10,8 +10,8 @@ from typing import Any
 
 from secateur.lab.monitor import picture_of_a_gradient
 from secateur.lab.page import block, document, figure, layer_bars
-from secateur.lab.runfolder import METRICS
-from secateur.page import table
+from secateur.lab.runs import METRICS
+from secateur.report import table
 
 BLUE, ORANGE, GREY, GREEN = "#0072b2", "#d55e00", "#9ca3af", "#009e73"
 GPU = {"busy": ("busy, %", 1.0), "memory_bytes": ("memory, GB", 1e9), "watts": ("power, W", 1.0)}

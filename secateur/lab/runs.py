@@ -1,18 +1,68 @@
-"""Finished runs: folders as `secateur train` and `secateur sweep` leave them, with config.json, metrics.jsonl and
-summary.json, or what `secateur compare --json` kept of them."""
+"""Which settings differ among runs, and whether a table of them compares like with like."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from secateur.errors import ComparisonError
 from secateur.files import read_json
-from secateur.lab.fairness import SEED
+from secateur.settings import nearest
+
+Settings = Mapping[str, Any]
+SEED = "seed"
+# A seed is what a row is averaged over, and where a run was written says nothing about it.
+NEVER_COMPARED = (SEED, "out")
+NOT_SET = "not set"
+
+
+def shown(value: Any) -> str:
+    """A setting as text. Equal texts are equal settings: 0 and 0.0, or null and "none"."""
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return f"{value:.12g}" if abs(value) < 1e300 else str(value)
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def texts(settings: Settings) -> dict[str, str]:
+    """Everything two runs can differ in, as text."""
+    return {name: shown(value) for name, value in settings.items() if name not in NEVER_COMPARED}
+
+
+def differing(configs: Sequence[Settings]) -> dict[str, list[str]]:
+    """Each setting that is not the same everywhere, with its values in the order they are met."""
+    found = [texts(config) for config in configs]
+    names = dict.fromkeys(name for one in found for name in one)
+    values = {name: list(dict.fromkeys(one.get(name, NOT_SET) for one in found)) for name in names}
+    return {name: several for name, several in values.items() if len(several) > 1}
+
+
+def check_fair(configs: Sequence[Settings], axes: Sequence[str]) -> None:
+    """Refuse a comparison along `axes` if anything but these and the seed differs."""
+    _check_axes(configs, axes)
+    unfair = {name: values for name, values in differing(configs).items() if name not in axes}
+    if unfair:
+        listed = "; ".join(f"{name} ({', '.join(values)})" for name, values in unfair.items())
+        raise ComparisonError(
+            f"These runs differ in more than {', '.join(axes) or 'the seed'}: {listed}. What is meant to differ is"
+            f" named so: --by {','.join([*axes, *unfair])}. Otherwise leave out the runs that do not belong."
+        )
+
+
+def _check_axes(configs: Sequence[Settings], axes: Sequence[str]) -> None:
+    known = list(dict.fromkeys(name for config in configs for name in texts(config)))
+    for axis in axes:
+        if axis == SEED:
+            raise ComparisonError("Rows cannot differ by seed: seeds are what a row is averaged over. Leave it out.")
+        if axis not in known:
+            hint = nearest(axis, known)
+            raise ComparisonError(f"No run has a setting {axis!r}.{hint} Known: {', '.join(known)}.")
+
 
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 BUDGET = "budget"
@@ -184,3 +234,36 @@ def _line(source: str, text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ComparisonError(f"{source}: holds a {type(found).__name__}, not an object. {AGAIN}")
     return found
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What the runs are judged by. Perplexities are judged by their logarithm, the held-out loss."""
+
+    name: str
+    higher_is_better: bool
+
+    @property
+    def logarithmic(self) -> bool:
+        return self.name == "perplexity"
+
+    @property
+    def judged(self) -> str:
+        return "held-out loss" if self.logarithmic else self.name
+
+    def of(self, found: Evaluation) -> float:
+        return found.held_out_loss if self.logarithmic else found.quality
+
+
+def measure_of(runs: Sequence[FinishedRun]) -> Measure:
+    """What all of them are judged by, or an error if that is not one thing."""
+    found: dict[Measure, Any] = {}
+    for run in runs:
+        name, higher = run.summary.get("quality_name"), run.summary.get("higher_is_better")
+        if not isinstance(name, str) or not isinstance(higher, bool):
+            raise ComparisonError(f"The summary of {run.folder} does not say quality_name and higher_is_better.")
+        found.setdefault(Measure(name, higher), run.folder)
+    if len(found) > 1:
+        listed = "; ".join(f"{measure.name} ({folder})" for measure, folder in found.items())
+        raise ComparisonError(f"These runs are judged by different things: {listed}. Compare those of one kind.")
+    return next(iter(found))

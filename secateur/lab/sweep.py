@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,8 +15,8 @@ from secateur.bench.measuring import positive
 from secateur.errors import SecateurError
 from secateur.files import check_folder, check_room
 from secateur.lab.config import Experiment
-from secateur.lab.fairness import check_fair, shown
-from secateur.lab.runs import CONFIG, METRICS, SUMMARY
+from secateur.lab.runs import CONFIG, METRICS, SUMMARY, check_fair, shown
+from secateur.optional import library
 from secateur.settings import from_mapping, nearest, read_toml
 
 ENGINES = ("local", "ray")
@@ -109,8 +109,8 @@ def run_cell(
     read: Callable[[str], Any] | None = None,
 ) -> dict[str, Any]:
     """One cell from its beginning, or from where it stopped, to its summary; `read` has its data."""
+    from secateur.lab.checkpoint import RunFolder, check_place
     from secateur.lab.run import run
-    from secateur.lab.runfolder import RunFolder, check_place
     from secateur.lab.runs import read_run
     from secateur.lab.trainer import Execution, Trainer
 
@@ -160,8 +160,6 @@ def run_sweep(options: argparse.Namespace) -> int:
         return asdict(cell.experiment), str(out / cell.name), *how
 
     if options.engine == "ray":
-        from secateur.lab.on_ray import on_ray
-
         on_ray([(cell.name, arguments(cell)) for cell in cells], options.cpus, options.gpus)
     else:
         from secateur.lab.data import load
@@ -170,3 +168,32 @@ def run_sweep(options: argparse.Namespace) -> int:
         one_after_another(cells, lambda cell: run_cell(*arguments(cell), read))
     print(f"secateur compare {out} --by {','.join(axes)}" if axes else f"secateur compare {out}")
     return 0
+
+
+# A cell's folder must be on storage that all nodes share, as is usual on clusters: what a node wrote is continued by
+# another if the first is lost.
+RETRIES = 2
+
+
+def on_ray(cells: Sequence[tuple[str, tuple[Any, ...]]], cpus: float, gpus: float) -> None:
+    """Run every cell once; one that fails is named, and the others go on."""
+    ray = library("ray", "--engine ray", '"secateur[ray]"')
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)
+    task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES)(run_cell)
+    waiting = {task.remote(*arguments): name for name, arguments in cells}
+    failed: list[str] = []
+    while waiting:
+        (done,), _ = ray.wait(list(waiting), num_returns=1)
+        name = waiting.pop(done)
+        try:
+            summary = ray.get(done)
+            said = f"{summary['quality_name']} {summary['quality']:.4f}, {summary['sparsity']:.2%} gone"
+        except ray.exceptions.RayError as error:
+            failed.append(name)
+            said = f"failed: {str(error).strip().splitlines()[-1]}"
+        print(f"[{len(cells) - len(waiting)}/{len(cells)}] {name}: {said}", file=sys.stderr, flush=True)
+    if failed:
+        raise SecateurError(
+            f"{len(failed)} of {len(cells)} runs failed: {', '.join(failed[:3])}. Start again to go on."
+        )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,11 @@ from torch import Tensor, nn
 
 from secateur.errors import SecateurError
 from secateur.files import PAGE, appearing
-from secateur.lab.checkpoint import Checkpoint, Progress
-from secateur.lab.config import Experiment
+from secateur.lab.checkpoint import CHECKPOINT, Checkpoint, Progress, RunFolder
+from secateur.lab.config import Experiment, read_experiment
 from secateur.lab.data import Images, Tokens, load
-from secateur.lab.fitting import fitting
+from secateur.lab.models import image_model, is_language_model, language_model, loss_of, seeded
 from secateur.lab.monitor import OneWeight, Stopwatch
-from secateur.lab.runfolder import CHECKPOINT, RunFolder
-from secateur.lab.zoo import image_model, is_language_model, language_model, loss_of, seeded
 from secateur.model.distributed import local
 from secateur.optional import library
 
@@ -248,3 +247,92 @@ def build_model(experiment: Experiment, data: Tokens | Images, most_layers: int 
     if isinstance(data, Tokens):
         return language_model(experiment.model, data.vocabulary, experiment.context, most_layers)
     return image_model(experiment.model, data.inputs.shape[1], data.classes, data.inputs.shape[-1])
+
+
+def fitting(trainer: Trainer) -> int:
+    """Rows at a time: all of them where they fit, else half as many, and so on; said once, with the reason."""
+    size = trainer.rows
+    if trainer.accelerator.device.type != "cuda":
+        return size
+    if trainer.in_shards:  # a process without room would leave the others waiting
+        return size
+    model = trainer._alone()  # whether it fits here is nobody else's business
+    model.eval()  # averages of normalisation stay as they are
+    while size > 1:
+        trainer.micro = size
+        try:
+            with torch.random.fork_rng(devices=[trainer.accelerator.device]):
+                trainer.loss(next(trainer.micro_batches(1)), model)[0].backward()
+            break
+        except torch.OutOfMemoryError:
+            size = -(-size // 2)
+        finally:
+            trainer.optimizer.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+    if size < trainer.rows and trainer.accelerator.is_main_process:
+        why = f"{trainer.rows} do not fit the GPU; the step is the same but for dropout and batch normalisation"
+        print(f"secateur: {size} rows at a time: {why}", file=sys.stderr)
+    return size
+
+
+PICTURES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}  # channels, pixels, classes
+PICTURE = (1, 28, 10)
+BYTES = 256  # tokens there are: a large vocabulary would take most of the time and show nothing
+SMALL = {
+    "steps": 2,
+    "batch": 2,
+    "every": 1,
+    "warmup": 1,
+    "begin": 0.0,
+    "end": 1.0,
+    "until": 1.0,
+    "evaluate_every": 1,
+    "evaluation": 1,
+}
+
+
+def dry_run(experiment: Experiment, cpu: bool = False) -> str:
+    """Shapes, forward, backward, two steps with mask updates and an evaluation; a line that says it went well."""
+    context = min(32, experiment.context)
+    small = replace(experiment, **SMALL, context=context, compile=False, budget="normal")  # type: ignore[arg-type]
+    trainer = Trainer(small, Execution(cpu=cpu, most_layers=2), made_up(experiment, context))
+    losses = [float(trainer.step()) for _ in range(2)]
+    found = trainer.evaluate()
+    if not all(map(math.isfinite, (*losses, found["held_out_loss"]))):
+        raise SecateurError(f"The loss is not finite: {losses}, {found}.")
+    if trainer.pruner is not None:
+        report = trainer.pruner.report()
+        if not report.pruned:
+            raise SecateurError(f"Two updates of the masks pruned nothing of {report.prunable:,} weights.")
+        return f"ok: {experiment.model}, {experiment.score}, {report.pruned:,} of {report.prunable:,} gone"
+    return f"ok: {experiment.model}, dense"
+
+
+def made_up(experiment: Experiment, context: int) -> Tokens | Images:
+    """Random data of the kind the experiment reads; none of it needs to be there."""
+    draw = torch.Generator().manual_seed(0)
+    source = experiment.data.partition(":")[0]
+    if is_language_model(experiment.model):
+        tokens = torch.randint(0, BYTES, (8 * (context + 1),), generator=draw, dtype=torch.int32)
+        return Tokens(tokens, tokens, BYTES, "made up")
+    channels, size, classes = PICTURES.get(source, PICTURE)
+    inputs = torch.randint(0, 256, (4, channels, size, size), generator=draw, dtype=torch.uint8)
+    targets = torch.randint(0, classes, (4,), generator=draw)
+    middle = (0.5,) * channels
+    return Images(inputs, targets, inputs, targets, classes, middle, middle, "made up", False)
+
+
+def main(folder: Path) -> int:
+    """Every recipe in the folder; the exit code."""
+    recipes = sorted(folder.glob("*.toml"))
+    for recipe in recipes:
+        try:
+            print(f"{recipe.stem}: {dry_run(read_experiment(recipe, {}))}", flush=True)
+        except SecateurError as error:
+            print(f"{recipe.stem}: {error}", file=sys.stderr)
+            return 1
+    return 0 if recipes else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

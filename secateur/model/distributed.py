@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from secateur.errors import ShardError
-from secateur.selection.pieces import ALONE, Peers
+from secateur.selection.exact import ALONE, Peers
 
 
 class ShardGroup(Peers):

@@ -14,9 +14,9 @@ from torch import Tensor
 from secateur.errors import FactError
 from secateur.model.distributed import is_sharded, local, placement
 from secateur.model.prunable import Site
-from secateur.registry import SCALAR_FACTS, Score, resolve, scores
-from secateur.selection.pieces import ALONE, Peers, Piece, Where, flat_part, sent
-from secateur.selection.targets import Target
+from secateur.scores import SCALAR_FACTS, Score, resolve, scores
+from secateur.selection import Target
+from secateur.selection.exact import ALONE, Peers, Piece, Where, flat_part, sent
 
 UNREACHED = 2.0**126  # at least this is the score of a weight that no inputs reached
 SAMPLE = 1 << 20  # weights of a matrix that are sorted to find how small the smallest are

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from secateur.errors import OptimizerError
-from secateur.model.clock import Clock
 from secateur.model.distributed import local
 from secateur.model.facts import Facts, was_skipped
 from secateur.model.held import Held
+from secateur.schedules import Clock
 
 CHECKED = 8  # calls of pruner.step() in which the order of the loop is looked at: it does not change later
 IN_A_ROW = 3  # times something must be seen before a warning: one may be a GradScaler's or an odd iteration's

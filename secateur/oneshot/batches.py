@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from secateur.errors import FactError, ModelError
-from secateur.selection.pieces import sent
+from secateur.selection.exact import sent
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]

@@ -13,15 +13,14 @@ from secateur.errors import PatternError, ScheduleError
 from secateur.model.distributed import told_to_all
 from secateur.model.prunable import Globs, unfit_for
 from secateur.oneshot.batches import Batch, Loss
-from secateur.oneshot.mending import repair, sparsegpt, sparsegpt_unfit
-from secateur.oneshot.shelf import on_host
-from secateur.oneshot.subject import Subject, scope_for, undone_on_error
-from secateur.registry import Score, resolve
+from secateur.oneshot.calibration import Subject, scope_for, undone_on_error
+from secateur.oneshot.gradients import on_host
+from secateur.oneshot.reconstruct import repair, sparsegpt, sparsegpt_unfit
 from secateur.report import Outcome
 from secateur.schedules import cubic
-from secateur.selection import Select, check_choice, selector
-from secateur.selection.bits import to_bits
-from secateur.selection.targets import Selection
+from secateur.scores import Score, resolve
+from secateur.selection import Select, Selection, check_choice, selector
+from secateur.selection.masks import to_bits
 from secateur.selection.tiles import Pattern, parse_pattern
 
 SPARSEGPT = "sparsegpt"

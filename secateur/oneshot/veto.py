@@ -10,13 +10,11 @@ from torch import Tensor
 
 from secateur.errors import PatternError
 from secateur.model.facts import UNREACHED, kept_last, target_of
-from secateur.oneshot.calibration import Facts
-from secateur.oneshot.subject import Subject
-from secateur.registry import Score
-from secateur.selection import Select
-from secateur.selection.bits import as_bool, to_bits
-from secateur.selection.pieces import Where, flat_part
-from secateur.selection.targets import Selection, Target
+from secateur.oneshot.calibration import Facts, Subject
+from secateur.scores import Score
+from secateur.selection import Select, Selection, Target
+from secateur.selection.exact import Where, flat_part
+from secateur.selection.masks import as_bool, to_bits
 
 STATISTIC = "gradient_max"
 MOST_GROWTH = 1e6

@@ -17,11 +17,20 @@ from secateur import kernels
 from secateur.errors import PatternError
 from secateur.schedules import check_sparsity
 from secateur.selection import allocation as allocations
-from secateur.selection.bits import to_bits
-from secateur.selection.pieces import ALONE, Peers, Piece, Where, flat_part
-from secateur.selection.ranking import rank
-from secateur.selection.targets import Selection, Target
-from secateur.selection.tiles import Layout, Pattern, Tiling, pairwise_sum, parse_pattern
+from secateur.selection.exact import (
+    ALONE,
+    CHUNK,
+    Cut,
+    Peers,
+    Piece,
+    Where,
+    flat_part,
+    prune_exactly,
+    refuse_nan,
+    without_lowest,
+)
+from secateur.selection.masks import to_bits
+from secateur.selection.tiles import Layout, Pattern, Tiling, pairwise_sum, parse_pattern, tile_of
 
 SCOPES = ("model", "layer", "row")
 
@@ -240,3 +249,78 @@ def selector(
 ) -> tuple[float, Select]:
     """The sparsity that is meant, and what selects at any."""
     return check_choice(sparsity, scope, pattern, allocation), Select(scope, pattern, allocation)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor to select in: its piece, its shape here and over all peers, and how rows and inputs lie in it."""
+
+    piece: Piece
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    layout: Layout
+
+    def tiling(self, pattern: Pattern | None) -> Tiling:
+        return Tiling(self.shape, tile_of(self.piece.name, self.whole, self.layout, pattern, self.shape))
+
+    @property
+    def fan(self) -> int:
+        """Outputs plus inputs plus kernel extents, for every matrix the tensor holds."""
+        stacked = self.layout.rows[:-1]
+        dims = [size for dim, size in enumerate(self.whole) if dim not in stacked]
+        return sum(dims) * math.prod(self.whole[dim] for dim in stacked)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Flat masks in the order of the targets, with the cut of each: one for all in scope "model", none for tiles."""
+
+    masks: list[Tensor]
+    cuts: list[Cut | None]
+    kept: list[int] | None = None  # how many weights each mask keeps, where that is known already
+
+
+def rank(
+    targets: Sequence[Target], gone: Sequence[int], pattern: Pattern | None, peers: Peers, packed: bool
+) -> Selection:
+    """In every tile, the weights of lowest score go until `gone` are; those already gone count."""
+    tilings = [target.tiling(pattern) for target in targets]
+    if all(tiling.solid for tiling in tilings):
+        sizes = [tiling.size for tiling in tilings]
+        if (ready := kernels.rank_tiles([target.piece for target in targets], sizes, gone, peers, packed)) is not None:
+            return Selection(ready, [None] * len(ready))
+    masks, spoiled = [], []
+    for target, tiling, count in zip(targets, tilings, gone, strict=True):
+        piece = target.piece.unpacked()
+        mask = torch.empty(piece.numel, dtype=torch.bool, device=piece.device)
+        nan = 0
+        for slab in tiling.slabs() if piece.numel else ():
+            if tiling.size > 2 * CHUNK:
+                nan += _rank_long_tile(piece, tiling, slab, count, mask)
+                continue
+            where = tiling.members(slab)
+            scores = piece.score(where)
+            nan += piece.spoiled(where, scores)
+            mask[where] = without_lowest(piece.keys(where, scores).view(-1, tiling.size), count).flatten()
+        masks.append(to_bits(mask) if packed else mask)
+        spoiled.append(nan)
+    refuse_nan([target.piece.name for target in targets], peers.totals(spoiled))
+    return Selection(masks, [None] * len(masks))
+
+
+def _rank_long_tile(piece: Piece, tiling: Tiling, tile: Where, count: int, mask: Tensor) -> int:
+    """A tile too long to rank in one go is a little model of its own. Returns how many of its scores are NaN."""
+
+    def score(places: Where) -> Tensor:
+        return piece.score(tiling.members(tile, places))
+
+    alone = Piece(piece.name, tiling.size, tiling.size, score, piece.device)
+    if piece.alive is not None:
+        alive = torch.cat([piece.alive[tiling.members(tile, chunk)] for chunk in alone.chunks()])
+        alone = replace(alone, alive=alive)
+    nan = sum(alone.spoiled(chunk, score(chunk)) for chunk in alone.chunks())
+    if nan == 0:  # otherwise every rank must hear of it first
+        kept = prune_exactly([alone], count - (alone.numel - alone.living()))[1][0]
+        for chunk in alone.chunks():
+            mask[tiling.members(tile, chunk)] = kept[chunk]
+    return nan

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from secateur.errors import PatternError
-from secateur.selection.exact import refuse_nan
-from secateur.selection.pieces import Peers, Piece, keys_of, values_of
+from secateur.selection.exact import Peers, Piece, keys_of, refuse_nan, values_of
 
 ALLOCATIONS = ("uniform", "erk", "depth", "owl", "lamp")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from secateur.errors import PatternError
-from secateur.selection.pieces import CHUNK, Where
+from secateur.selection.exact import CHUNK, Where
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,4 @@
-"""Scores in registers: the fused twins of secateur.scores, equal to them bit for bit.
-
-Square roots and quotients are those IEEE 754 asks for, and launches forbid the compiler to contract a product and a
-sum, so a weight gets the same score here and from torch on the GPU. (On CPUs torch's own square root is not always
-rounded correctly: docs/LOG.md.)
-"""
+"""The numbers kernels are compiled with, each stated once in plain Python and lent to Triton here."""
 
 from __future__ import annotations
 
@@ -15,23 +10,52 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from secateur.kernels.constants import (
-    ALIVE,
-    BITS,
-    BITTER0,
-    BITTER6,
-    BOOL,
-    DIVISOR,
-    FACT0,
-    FACT1,
-    FACT2,
-    GIVEN,
-    MODULUS,
-    MOMENTUM,
-    VARIANCE,
-    WANDA,
-)
+from secateur.kernels import table as layout
 from secateur.kernels.table import Launch
+
+BITTER0 = tl.constexpr(layout.BITTER0)
+BITTER6 = tl.constexpr(layout.BITTER6)
+GIVEN = tl.constexpr(layout.GIVEN)
+MAGNITUDE = tl.constexpr(layout.MAGNITUDE)
+MOMENTUM = tl.constexpr(layout.MOMENTUM)
+VARIANCE = tl.constexpr(layout.VARIANCE)
+WANDA = tl.constexpr(layout.WANDA)
+
+ALIVE = tl.constexpr(layout.ALIVE)
+BITS = tl.constexpr(layout.BITS)
+BOOL = tl.constexpr(layout.BOOL)
+COLUMNS = tl.constexpr(layout.COLUMNS)
+COUNTED = tl.constexpr(layout.COUNTED)
+DIVISOR = tl.constexpr(layout.DIVISOR)
+FACT0 = tl.constexpr(layout.FACT0)
+FACT1 = tl.constexpr(layout.FACT1)
+FACT2 = tl.constexpr(layout.FACT2)
+FIRST = tl.constexpr(layout.FIRST)
+GROUP = tl.constexpr(layout.GROUP)
+LAUNCH = tl.constexpr(layout.LAUNCH)
+MASK = tl.constexpr(layout.MASK)
+MODULUS = tl.constexpr(layout.MODULUS)
+NUMEL = tl.constexpr(layout.NUMEL)
+TILE = tl.constexpr(layout.TILE)
+
+BELOW = tl.constexpr(layout.BELOW)
+BINS = tl.constexpr(layout.BINS)
+BLOCK = tl.constexpr(layout.BLOCK)
+COUNTERS = tl.constexpr(layout.COUNTERS)
+CROWDED = tl.constexpr(layout.CROWDED)
+DIGIT = tl.constexpr(layout.DIGIT)
+EQUAL = tl.constexpr(layout.EQUAL)
+HIGH = tl.constexpr(layout.HIGH)
+INSIDE = tl.constexpr(layout.INSIDE)
+LISTED = tl.constexpr(layout.LISTED)
+LOW = tl.constexpr(layout.LOW)
+ORDERED = tl.constexpr(layout.ORDERED)
+OVER = tl.constexpr(layout.OVER)
+RANK = tl.constexpr(layout.RANK)
+RUN = tl.constexpr(layout.RUN)
+SHIFT = tl.constexpr(layout.SHIFT)
+SLOTS = tl.constexpr(layout.SLOTS)
+WORDS = tl.constexpr(layout.WORDS)
 
 
 @triton.jit

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from secateur.kernels import sizing
-from secateur.kernels.board import BELOW, CROWDED, DIGIT, EQUAL, INSIDE, LOW, RANK, RUN, Board, range_of
-from secateur.kernels.sizing import Wish
-from secateur.kernels.table import TILE, Launch, Table, to_device
-from secateur.selection.exact import Cut, narrowed, refuse_nan
-from secateur.selection.pieces import Peers, Piece, Where, value_of
+from secateur.kernels import table as layout
+from secateur.kernels.table import (
+    BELOW,
+    BITS,
+    BOOL,
+    CROWDED,
+    DIGIT,
+    EQUAL,
+    INSIDE,
+    LOW,
+    RANK,
+    RUN,
+    TILE,
+    Board,
+    Launch,
+    Table,
+    Wish,
+    batches,
+    mask_kind,
+    new_masks,
+    range_of,
+    to_device,
+)
+from secateur.selection.exact import Cut, Peers, Piece, Where, count_of, narrowed, refuse_nan, value_of
+from secateur.selection.masks import as_bool, to_bits
 
 
 @dataclass
@@ -43,18 +63,18 @@ class Engine:
         table = self.table(wishes)
         board = Board(table, [wish.wanted for wish in wishes], [wish.living for wish in wishes])
         smallest, largest = min(wish.total for wish in wishes), max(wish.total for wish in wishes)
-        if largest > sizing.SMALL:
-            self.survey(table, board, max(0, (smallest // sizing.FIRST_LOOK).bit_length() - 1))
-            self.ops.narrow(board, sigmas=sizing.SIGMAS)
-            self.survey(table, board, sizing.sampling(smallest))
-            self.ops.narrow(board, sigmas=sizing.SIGMAS)
+        if largest > layout.SMALL:
+            self.survey(table, board, max(0, (smallest // layout.FIRST_LOOK).bit_length() - 1))
+            self.ops.narrow(board, sigmas=layout.SIGMAS)
+            self.survey(table, board, layout.sampling(smallest))
+            self.ops.narrow(board, sigmas=layout.SIGMAS)
         here = [sum(self.pieces[n].numel for n in wish.pieces) for wish in wishes]
-        rooms = [min(sizing.room_for(wish), numel) for wish, numel in zip(wishes, here, strict=True)]
-        board.collect(rooms, sizing.few_for(largest, len(wishes)))
+        rooms = [min(layout.room_for(wish), numel) for wish, numel in zip(wishes, here, strict=True)]
+        board.collect(rooms, layout.few_for(largest, len(wishes)))
         self.sweep(table, board)
         if self.many:
             board.totals = self.peers.sum(board.counters)
-        turns = 3 if largest <= sizing.SMALL else 2  # a bracket is at most 2^26 keys wide, unless the sample misled
+        turns = 3 if largest <= layout.SMALL else 2  # a bracket is at most 2^26 keys wide, unless the sample misled
         for turn in range(turns):
             self.ops.tally(table, board, self.many)
             self.sum_counts(board)
@@ -91,8 +111,8 @@ class Engine:
                 yield launch, None
                 continue
             piece = table.pieces[launch.piece]
-            for start in range(0, launch.count, sizing.GIVEN_TILES):
-                part = replace(launch, first=launch.first + start, count=min(sizing.GIVEN_TILES, launch.count - start))
+            for start in range(0, launch.count, layout.GIVEN_TILES):
+                part = replace(launch, first=launch.first + start, count=min(layout.GIVEN_TILES, launch.count - start))
                 where = slice(start * TILE, min((start + part.count) * TILE, piece.numel))
                 yield part, piece.score(where).contiguous()
 
@@ -173,7 +193,7 @@ def alive_at(piece: Piece, where: Where) -> Tensor:
 
 def sampled_places(numel: int, shift: int, device: torch.device) -> Iterator[Where]:
     """Runs of neighbours spread over a tensor, one of every `1 << shift`, some tiles' worth at a time."""
-    size = sizing.GIVEN_TILES * TILE
+    size = layout.GIVEN_TILES * TILE
     if shift == 0 or numel <= RUN:
         yield from (slice(start, min(start + size, numel)) for start in range(0, numel, size))
         return
@@ -183,3 +203,82 @@ def sampled_places(numel: int, shift: int, device: torch.device) -> Iterator[Whe
         jitter = ((run * 0x9E3779B1) >> 8) & ((1 << shift) - 1)
         places = (((run << shift) + jitter) * RUN)[:, None] + torch.arange(RUN, device=device)
         yield places.flatten().clamp_(max=numel - 1)
+
+
+def prune_groups(
+    ops: Any, groups: Sequence[Sequence[Piece]], counts: Sequence[int], peers: Peers, packed: bool
+) -> tuple[list[Cut | None], list[Tensor], list[int] | None]:
+    """Selections over pieces that share a device; see secateur.kernels. One look at the device for all of them, unless
+    some must go slowly."""
+    pieces = [piece for group in groups for piece in group]
+    masks = new_masks([piece.numel for piece in pieces], BITS if packed else BOOL, pieces[0].device)
+    wishes = wishes_for(groups, counts, peers)
+    engine = Engine(ops, pieces, masks, peers)
+    rounds = [engine.begin(numbers, [wishes[n] for n in numbers]) for numbers in batches(wishes)]
+    for wish in wishes:
+        for number in wish.pieces if wish.wanted == 0 else ():
+            keep_all(pieces[number], masks[number])
+    # Bits are counted in passing; bytes are eight times as many, and not everybody asks.
+    counted = ops.population(masks) if packed else torch.empty(0, dtype=torch.int64, device=masks[0].device)
+    parts = [counted, *(part for done in rounds for part in (done.board.told, done.board.ranges))]
+    numbers = iter(torch.cat(parts).tolist())
+    kept, *told = [list(islice(numbers, part.numel())) for part in parts]
+    read = [[*counted, *ranges] for counted, ranges in zip(told[::2], told[1::2], strict=True)]
+    names = [piece.name for done in rounds for piece in done.table.pieces]
+    spoiled = [count for done, words in zip(rounds, read, strict=True) for count in done.board.spoiled_in(words)]
+    refuse_nan(names, peers.totals(spoiled))
+    cuts: list[Cut | None] = [None] * len(wishes)
+    slow = False
+    for done, words in zip(rounds, read, strict=True):
+        slow = slow or any(done.board.failed_in(words))
+        found = engine.finish([wishes[n] for n in done.numbers], done.board, words)
+        for number, cut in zip(done.numbers, found, strict=True):
+            cuts[number] = cut
+    if not packed:
+        return cuts, masks, None
+    return cuts, masks, ops.population(masks).tolist() if slow else kept
+
+
+def wishes_for(groups: Sequence[Sequence[Piece]], counts: Sequence[int], peers: Peers) -> list[Wish]:
+    """What each group asks for, with what lives in it over all peers."""
+    here = [sum(living_in(piece) for piece in group if piece.counted(peers)) for group in groups]
+    living = peers.totals(here)
+    wishes, first = [], 0
+    for group, count, alive in zip(groups, counts, living, strict=True):
+        members = range(first, first + len(group))
+        wishes.append(Wish(members, min(max(count, 0), alive), alive, sum(piece.total for piece in group)))
+        first += len(group)
+    return wishes
+
+
+def living_in(piece: Piece) -> int:
+    """How many of the piece's weights compete."""
+    if piece.alive is None or piece.dead is not None:
+        return piece.living()
+    return count_of(as_bool(piece.alive, (piece.numel,)))
+
+
+def keep_all(piece: Piece, mask: Tensor) -> None:
+    """A mask that removes nothing but what is dead."""
+    alive = torch.ones(piece.numel, dtype=torch.bool, device=piece.device) if piece.alive is None else piece.alive
+    if mask_kind(mask) != mask_kind(alive):
+        alive = to_bits(alive) if mask_kind(mask) == BITS else as_bool(alive, (piece.numel,))
+    mask.copy_(alive)
+
+
+def rank_tiles(
+    ops: Any, pieces: Sequence[Piece], widths: Sequence[int], gone: Sequence[int], packed: bool
+) -> tuple[list[Tensor], list[int]] | None:
+    """Masks without the lowest of every `width` neighbours, and how many scores are NaN. None if a kernel cannot."""
+    if any(width > ops.LONGEST or (packed and not ops.packs(width)) for width in widths):
+        return None
+    masks = new_masks([piece.numel for piece in pieces], BITS if packed else BOOL, pieces[0].device)
+    for piece, mask in zip(pieces, masks, strict=True):
+        if packed and piece.numel % 32:
+            mask[-4:].zero_()  # bits past the end are never set, so that masks can be counted and compared
+    table = Table(pieces, [0] * len(pieces), masks)
+    if any(launch.piece is not None for launch in table.launches):
+        return None
+    board = Board(table, [0], [1])
+    ops.rank(table, board, widths, gone)
+    return masks, board.spoiled.tolist()

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from secateur.kernels import counting, settling, sweeping
+from secateur.kernels import select_triton
 from secateur.kernels import table as host
-from secateur.kernels.board import Board
-from secateur.kernels.scoring import formula_of, launch
-from secateur.kernels.table import Launch, Table
+from secateur.kernels.scores_triton import formula_of, launch
+from secateur.kernels.table import Board, Launch, Table
 
 
 def _tiles(table: Table, of: Launch) -> Tensor:
@@ -24,12 +23,12 @@ def survey(table: Table, board: Board, of: Launch, shift: int) -> None:
         board.ranges, board.counts,
     )  # fmt: skip
     constants = (*formula_of(of), of.kind.alive, of.tiles is not None, shift > 0)
-    launch(counting._survey, -(-runs * host.RUN // host.BLOCK), arguments, constants, warps=4)
+    launch(select_triton._survey, -(-runs * host.RUN // host.BLOCK), arguments, constants, warps=4)
 
 
 def count(board: Board, scores: Tensor, group: int) -> None:
     arguments = (scores, scores.numel(), group, board.ranges, board.counts)
-    launch(counting._count, -(-scores.numel() // host.BLOCK), arguments, (), warps=4)
+    launch(select_triton._count, -(-scores.numel() // host.BLOCK), arguments, (), warps=4)
 
 
 def narrow(
@@ -38,7 +37,7 @@ def narrow(
     arguments = (
         board.ranges, board.counts, board.totals, board.wanted, board.shares, board.failed, sigmas or 0.0
     )  # fmt: skip
-    launch(counting._narrow, board.groups, arguments, (sigmas is not None, collected, begin, last), warps=16)
+    launch(select_triton._narrow, board.groups, arguments, (sigmas is not None, collected, begin, last), warps=16)
 
 
 def sweep(table: Table, board: Board, of: Launch, given: Tensor | None = None, *, careful: bool = False) -> None:
@@ -55,7 +54,7 @@ def sweep(table: Table, board: Board, of: Launch, given: Tensor | None = None, *
         of.kind.plan.rough and not careful,
         careful,
     )
-    launch(sweeping._sweep, of.count, arguments, (*formula_of(of), *how), warps=4)
+    launch(select_triton._sweep, of.count, arguments, (*formula_of(of), *how), warps=4)
 
 
 def unfold(table: Table, board: Board, of: Launch) -> None:
@@ -63,7 +62,7 @@ def unfold(table: Table, board: Board, of: Launch) -> None:
         table.rows, table.scales, table.owners, board.block_groups, board.counters, board.rooms, board.words,
         board.positions, board.keys, board.spoiled, board.ranges, of.kind.plan.eps, of.number,
     )  # fmt: skip
-    launch(settling._unfold, board.block_groups.numel(), arguments, (*formula_of(of), table.mask_kind))
+    launch(select_triton._unfold, board.block_groups.numel(), arguments, (*formula_of(of), table.mask_kind))
 
 
 def tally(table: Table, board: Board, peers: bool) -> None:
@@ -71,7 +70,7 @@ def tally(table: Table, board: Board, peers: bool) -> None:
         table.rows, table.owners, board.block_groups, board.counters, board.rooms, board.positions, board.keys,
         board.ranges, board.counts,
     )  # fmt: skip
-    launch(settling._tally, board.block_groups.numel(), arguments, (peers,))
+    launch(select_triton._tally, board.block_groups.numel(), arguments, (peers,))
 
 
 def settle(table: Table, board: Board, peers: bool) -> None:
@@ -79,7 +78,7 @@ def settle(table: Table, board: Board, peers: bool) -> None:
         table.rows, table.owners, board.block_groups, board.counters, board.failed, board.rooms, board.positions,
         board.keys, board.ranges, board.few, board.few_room, board.equal,
     )  # fmt: skip
-    launch(settling._settle, board.block_groups.numel(), arguments, (table.mask_kind, peers))
+    launch(select_triton._settle, board.block_groups.numel(), arguments, (table.mask_kind, peers))
 
 
 def order(table: Table, board: Board, quotas: Tensor | None) -> None:
@@ -88,7 +87,7 @@ def order(table: Table, board: Board, quotas: Tensor | None) -> None:
         board.few if quotas is None else quotas,
     )  # fmt: skip
     programs = board.groups * (board.few_room // host.ORDERED)
-    launch(settling._order, programs, arguments, (table.mask_kind, quotas is not None), warps=4)
+    launch(select_triton._order, programs, arguments, (table.mask_kind, quotas is not None), warps=4)
 
 
 def give_up(
@@ -99,10 +98,10 @@ def give_up(
         of.kind.plan.eps, board.ranges, before, quotas,
     )  # fmt: skip
     how = (of.kind.alive, of.tiles is not None, table.mask_kind, of.kind.aligned)
-    launch(sweeping._give_up, of.count, arguments, (*formula_of(of), *how))
+    launch(select_triton._give_up, of.count, arguments, (*formula_of(of), *how))
 
 
 def population(masks: Sequence[Tensor]) -> Tensor:
-    from secateur.kernels import stepping
+    from secateur.kernels import adamw
 
-    return stepping.population(masks)
+    return adamw.population(masks)

@@ -1,0 +1,547 @@
+"""Triton kernels that count scores by key and shrink the ranges in which cuts lie. See reference.py for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from secateur.kernels.scores_triton import (
+    ALIVE,
+    BELOW,
+    BINS,
+    BITS,
+    BLOCK,
+    BOOL,
+    COLUMNS,
+    COUNTED,
+    COUNTERS,
+    CROWDED,
+    DIGIT,
+    EQUAL,
+    FIRST,
+    GIVEN,
+    GROUP,
+    HIGH,
+    INSIDE,
+    LAUNCH,
+    LISTED,
+    LOW,
+    MASK,
+    NUMEL,
+    ORDERED,
+    OVER,
+    RANK,
+    RUN,
+    SHIFT,
+    SLOTS,
+    TILE,
+    WORDS,
+    alive_at,
+    formula_of,
+    key_of,
+    launch,
+    read,
+    roughly,
+    score_at,
+    value_of,
+)
+from secateur.kernels.table import Board, Table, layout, to_device
+from secateur.selection.exact import DEAD_KEY as DEAD
+
+
+@triton.jit
+def _add_to_histogram(keys, valid, group, ranges, counts):
+    """Count keys by their digit in the group's range; those outside do not count."""
+    low = tl.load(ranges + group * 4 + LOW)
+    inside = valid & (keys >= low) & (keys <= tl.load(ranges + group * 4 + HIGH))
+    digit = (keys.to(tl.int64) - low) >> tl.load(ranges + group * 4 + SHIFT)
+    tl.atomic_add(counts + group * SLOTS + digit, tl.full(keys.shape, 1, tl.int64), mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _add_outside(keys, valid, group, ranges, counts):
+    """Count keys below and above the range: only few different addresses, so programs of one group add up first."""
+    below = valid & (keys < tl.load(ranges + group * 4 + LOW))
+    above = valid & (keys > tl.load(ranges + group * 4 + HIGH))
+    first = tl.min(group)
+    if first == tl.max(group):
+        ends = counts + first * SLOTS + BINS
+        tl.atomic_add(ends, tl.sum(below.to(tl.int32)).to(tl.int64), sem="relaxed")
+        tl.atomic_add(ends + 1, tl.sum(above.to(tl.int32)).to(tl.int64), sem="relaxed")
+    else:
+        ones = tl.full(keys.shape, 1, tl.int64)
+        tl.atomic_add(counts + group * SLOTS + BINS + tl.zeros(keys.shape, tl.int64), ones, mask=below, sem="relaxed")
+        tl.atomic_add(
+            counts + group * SLOTS + BINS + 1 + tl.zeros(keys.shape, tl.int64), ones, mask=above, sem="relaxed"
+        )
+
+
+@triton.jit(do_not_specialize=["first", "count", "shift"])
+def _survey(
+    rows, scales, owners, tiles, first, count, shift, eps, ranges, counts,
+    FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
+    KIND: tl.constexpr, LISTS: tl.constexpr, ROUGH: tl.constexpr,
+):  # fmt: skip
+    run = tl.program_id(0).to(tl.int64) * (BLOCK // RUN) + tl.arange(0, BLOCK // RUN)
+    jitter = ((run * 0x9E3779B1) >> 8) & ((1 << shift) - 1)
+    place = ((run << shift) + jitter) * RUN
+    inside = place < count.to(tl.int64) * TILE
+    tile = first + place // TILE
+    if LISTS:
+        tile = tl.load(tiles + place // TILE, mask=inside, other=0).to(tl.int64)
+    owner = tl.load(owners + tile, mask=inside, other=0).to(tl.int64)
+    row = rows + owner * COLUMNS
+    start = ((tile - tl.load(row + FIRST)) * TILE + place % TILE)[:, None]
+    lane = tl.arange(0, RUN)[None, :]
+    valid = inside[:, None] & (start + lane < tl.load(row + NUMEL)[:, None]) & (tl.load(row + COUNTED)[:, None] != 0)
+    valid = alive_at(row[:, None], start, lane, valid, KIND, False)
+    scale = tl.load(scales + owner)[:, None]
+    score = score_at(
+        row[:, None], scale, start, lane, valid, scales, eps, FORMULA, SIXTEENTHS, TYPE0, TYPE1, TYPE2, False, ROUGH
+    )
+    valid = valid & (score == score)
+    keys = key_of(score)
+    group = tl.load(row + GROUP)[:, None]
+    _add_to_histogram(keys, valid, group, ranges, counts)
+    _add_outside(keys, valid, group, ranges, counts)
+
+
+@triton.jit(do_not_specialize=["size", "group"])
+def _count(scores, size, group, ranges, counts):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(scores + place, mask=place < size, other=float("nan"))
+    keys = key_of(score)
+    groups = tl.full((1,), group, tl.int64)
+    _add_to_histogram(keys, score == score, groups, ranges, counts)
+    _add_outside(keys, score == score, groups, ranges, counts)
+
+
+@triton.jit
+def _narrow(
+    ranges, counts, totals, wanted, shares, failed, sigmas,
+    SAMPLED: tl.constexpr, COLLECTED: tl.constexpr, BEGIN: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0).to(tl.int64)
+    mine = ranges + group * 4
+    low, high, shift, first = tl.load(mine + LOW), tl.load(mine + HIGH), tl.load(mine + SHIFT), tl.load(mine + RANK)
+    bins = counts + group * SLOTS + tl.arange(0, BINS)
+    ends = counts + group * SLOTS + BINS
+    here = tl.load(bins)
+    upto = tl.cumsum(here, 0)
+    seen = tl.sum(here)
+    last = first
+    if SAMPLED:
+        below = tl.load(ends)
+        share = tl.load(shares + group)
+        size = (seen + below + tl.load(ends + 1)).to(tl.float64)
+        margin = sigmas * tl.sqrt(share * size * (1.0 - share)) + 1.0
+        first = tl.floor(share * size - margin).to(tl.int64) - below
+        last = tl.ceil(share * size + margin).to(tl.int64) - below
+    elif BEGIN:
+        first = tl.load(wanted + group) - tl.load(totals + group * COUNTERS + BELOW)
+        last = first
+    begin = tl.minimum(tl.sum((upto < first).to(tl.int64)), BINS - 1)
+    end = tl.sum((upto < last).to(tl.int64))
+    before = tl.max(tl.where(upto < first, upto, 0))
+    tl.store(bins, tl.zeros((BINS,), tl.int64))  # clean for the next turn
+    tl.store(ends, first * 0)
+    tl.store(ends + 1, first * 0)
+    new_high = tl.where(end < BINS, tl.minimum(high, low + ((end + 1) << shift) - 1), high)
+    new_low = tl.minimum(low + (begin << shift), new_high)
+    if COLLECTED:
+        bad = (first < 1) | (first > seen) | (tl.load(totals + group * COUNTERS + OVER) != 0)
+        if LAST:
+            bad = bad | (new_low < new_high)
+        bad = bad | (tl.load(failed + group) != 0)  # stays so at the next turn
+        tl.store(failed + group, bad.to(tl.int64))
+        new_low, new_high = tl.where(bad, low, new_low), tl.where(bad, high, new_high)
+    tl.store(mine + LOW, new_low)
+    tl.store(mine + HIGH, new_high)
+    tl.store(mine + RANK, first - before)
+    width = new_high - new_low
+    bits = first * 0
+    for place in tl.static_range(33):
+        bits += ((width >> place) > 0).to(tl.int64)
+    tl.store(mine + SHIFT, tl.maximum(bits - DIGIT, 0))
+
+
+@triton.jit
+def _ones_in(bits):
+    """How many of 16 bits are set."""
+    bits = bits - ((bits >> 1) & 0x5555)
+    bits = (bits & 0x3333) + ((bits >> 2) & 0x3333)
+    bits = (bits + (bits >> 4)) & 0x0F0F
+    return (bits + (bits >> 8)) & 0x1F
+
+
+@triton.jit
+def _in_words(values, lane):
+    """Flags of a tile (two of them, in bits 0 and 16), sixteen to a word."""
+    return tl.sum(tl.reshape(values << (lane & 15), (TILE // RUN, RUN)), axis=1)
+
+
+@triton.jit
+def _words_alive(row, start, left, KIND: tl.constexpr):
+    """Which of a tile's places exist and, where the mask is packed, compete; sixteen to a word."""
+    place = tl.arange(0, TILE // RUN)
+    word = (1 << tl.maximum(tl.minimum(left - place * RUN, RUN), 0)) - 1
+    if KIND == BITS:
+        pointer = tl.load(row + ALIVE).to(tl.pointer_type(tl.uint16)) + start // RUN
+        word = word & tl.load(pointer + place, mask=place * RUN < left, other=0).to(tl.int32)
+    return word
+
+
+@triton.jit
+def _write_mask(row, start, lane, kept, words, left, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """A tile of a mask, as bytes or as bits. Masks of bits end with a whole word of 32."""
+    address = tl.load(row + MASK)
+    if KIND == BITS:
+        place = tl.arange(0, TILE // RUN)
+        pointer = address.to(tl.pointer_type(tl.uint16)) + start // RUN
+        if ALIGNED:
+            pointer = tl.multiple_of(pointer, 16)
+        tl.store(pointer + place, words.to(tl.uint16), mask=place // 2 * (2 * RUN) < left)
+    else:
+        pointer = address.to(tl.pointer_type(tl.int8)) + start
+        if ALIGNED:
+            pointer = tl.multiple_of(pointer, 16)
+        tl.store(pointer + lane, kept.to(tl.int8), mask=lane < left)
+
+
+@triton.jit
+def _tile(rows, owners, tiles, first, LISTS: tl.constexpr, ALIGNED: tl.constexpr):
+    """This program's tile: its number, its tensor and row, where it starts there, and how much of it there is."""
+    tile = first + tl.program_id(0).to(tl.int64)
+    if LISTS:
+        tile = tl.load(tiles + tl.program_id(0)).to(tl.int64)
+    owner = tl.load(owners + tile).to(tl.int64)
+    row = rows + owner * COLUMNS
+    start = (tile - tl.load(row + FIRST)) * TILE
+    left = tl.minimum(tl.load(row + NUMEL) - start, TILE).to(tl.int32)
+    if ALIGNED:
+        left = tl.multiple_of(left, 16)
+    return tile, owner, row, start, left
+
+
+@triton.jit
+def _list(count, tile, lane, middle, found, score, begin, room, positions, keys):
+    """Collect positions and keys of single weights, whose scores nobody could compute again. True if room ran out."""
+    slot = tl.atomic_add(count + LISTED, found.to(tl.int64), sem="relaxed")
+    where = begin + slot + tl.cumsum(middle.to(tl.int32), 0) - 1
+    fits = middle & (where < begin + room)
+    tl.store(positions + where, tile * TILE + lane, mask=fits)
+    tl.store(keys + where, key_of(score), mask=fits)
+    return slot + found > room
+
+
+@triton.jit
+def _note(count, tile, inside, begin, room, words):
+    """Collect words of sixteen weights of which some are inside: a sixteenth of the work. True if room ran out."""
+    some = (inside != 0).to(tl.int32)
+    wanted = tl.sum(some)
+    slot = tl.atomic_add(count + WORDS, wanted.to(tl.int64), sem="relaxed")
+    where = begin + slot + tl.cumsum(some, 0) - 1
+    word = ((tile * (TILE // RUN) + tl.arange(0, TILE // RUN)) << 16) | inside
+    tl.store(words + where, word, mask=(inside != 0) & (where < begin + room))
+    return slot + wanted > room
+
+
+@triton.jit(do_not_specialize=["first"])
+def _sweep(
+    rows, scales, owners, tiles, first, given, eps, ranges, counters, rooms, words, positions, keys, inside_of, spoiled,
+    FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
+    KIND: tl.constexpr, LISTS: tl.constexpr, STORED: tl.constexpr, ALIGNED: tl.constexpr,
+    ROUGH: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    tile, owner, row, start, left = _tile(rows, owners, tiles, first, LISTS, ALIGNED)
+    lane = tl.arange(0, TILE)
+    valid = lane < left
+    group = tl.load(row + GROUP)
+    low = value_of(tl.load(ranges + group * 4 + LOW))
+    high = value_of(tl.load(ranges + group * 4 + HIGH))
+    if ROUGH:
+        low, high = roughly(low, -1.0), roughly(high, 1.0)
+    mine = given + tl.program_id(0).to(tl.int64) * TILE
+    score = score_at(
+        row, tl.load(scales + owner), start, lane, valid, mine, eps,
+        FORMULA, SIXTEENTHS, TYPE0, TYPE1, TYPE2, ALIGNED, ROUGH,
+    )  # fmt: skip
+    # Not below and not above, so that NaN is inside: it is found out when that is looked at. Both go through one
+    # reduction; what is dead or past the end is taken away from words of sixteen, not from each weight.
+    alive = _words_alive(row, start, left, KIND)
+    if KIND == BOOL:
+        alive = alive & _in_words(read(tl.load(row + ALIVE), start, lane, valid, tl.int8, ALIGNED).to(tl.int32), lane)
+    both = _in_words(tl.where(score < low, 0, 1) + tl.where(score > high, 0, 1 << 16), lane)
+    stay = both & alive
+    inside = (both >> 16) & stay
+    kept = score < low
+    if STORED != BITS:
+        kept = alive_at(row, start, lane, valid, KIND, ALIGNED) & ((score < low) == 0)
+    _write_mask(row, start, lane, kept, stay, left, STORED, ALIGNED)
+    if CAREFUL:
+        nan = _in_words(tl.where(score != score, 1, 0), lane) & alive
+        tl.atomic_add(spoiled + owner, tl.sum(_ones_in(nan)).to(tl.int64), sem="relaxed")
+    counts = tl.sum((_ones_in(alive) - _ones_in(stay)) | (_ones_in(inside) << 16))
+    counted = tl.load(row + COUNTED)
+    count = counters + group * COUNTERS
+    found = counts >> 16
+    tl.atomic_add(count + BELOW, (counts & 0xFFFF).to(tl.int64) * counted, sem="relaxed")
+    if CAREFUL:
+        tl.atomic_add(count + INSIDE, found.to(tl.int64) * counted, sem="relaxed")
+        tl.store(inside_of + tile, found)
+    elif found > 0:
+        begin = tl.load(rooms + group)
+        room = tl.load(rooms + group + 1) - begin
+        if FORMULA == GIVEN:
+            middle = ((score < low) == 0) & ((score > high) == 0) & alive_at(row, start, lane, valid, KIND, ALIGNED)
+            over = _list(count, tile, lane, middle, found, score, begin, room, positions, keys)
+        else:
+            over = _note(count, tile, inside, begin, room, words)
+        if over:
+            tl.store(count + OVER, tl.full((), 1, tl.int64))
+
+
+@triton.jit(do_not_specialize=["first"])
+def _give_up(
+    rows, scales, owners, tiles, first, given, eps, ranges, before, quotas,
+    FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
+    KIND: tl.constexpr, LISTS: tl.constexpr, STORED: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    tile, owner, row, start, left = _tile(rows, owners, tiles, first, LISTS, ALIGNED)
+    quota = tl.load(quotas + owner)
+    earlier = tl.load(before + tile)
+    if earlier < quota:
+        lane = tl.arange(0, TILE)
+        valid = lane < left
+        alive = alive_at(row, start, lane, valid, KIND, ALIGNED)
+        mine = given + tl.program_id(0).to(tl.int64) * TILE
+        score = score_at(
+            row, tl.load(scales + owner), start, lane, valid, mine, eps,
+            FORMULA, SIXTEENTHS, TYPE0, TYPE1, TYPE2, ALIGNED, False,
+        )  # fmt: skip
+        cut = value_of(tl.load(ranges + tl.load(row + GROUP) * 4 + LOW))
+        same = alive & (score == cut)
+        rank = earlier + tl.cumsum(same.to(tl.int32), 0)
+        kept = (alive & (score > cut)) | (same & (rank > quota))
+        _write_mask(row, start, lane, kept, _in_words(kept.to(tl.int32), lane), left, STORED, ALIGNED)
+
+
+RIVALS: tl.constexpr = tl.constexpr(64)  # others that those in order are compared with at a time
+NOWHERE: tl.constexpr = tl.constexpr(1 << 62)  # a position after all others
+
+
+@triton.jit
+def _collected(block_groups, counters, rooms, COLUMN: tl.constexpr):
+    """The block of what was collected that this program looks at: its group, its places, and which are filled."""
+    block = tl.program_id(0)
+    group = tl.load(block_groups + block).to(tl.int64)
+    place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    over = tl.load(counters + group * COUNTERS + OVER) != 0  # some of it was never written: take none
+    filled = tl.load(rooms + group) + tl.where(over, 0, tl.load(counters + group * COUNTERS + COLUMN))
+    return group, place, place < filled
+
+
+@triton.jit
+def _drop(rows, owners, position, gone, STORED: tl.constexpr):
+    """Clear the mask at these positions of the table."""
+    tile = position // TILE
+    row = rows + tl.load(owners + tile, mask=gone, other=0).to(tl.int64) * COLUMNS
+    index = (tile - tl.load(row + FIRST, mask=gone, other=0)) * TILE + position % TILE
+    address = tl.load(row + MASK, mask=gone, other=0)
+    if STORED == BITS:
+        word = address.to(tl.pointer_type(tl.int32)) + (index >> 5)
+        rest = ~(tl.full(index.shape, 1, tl.int32) << (index & 31).to(tl.int32))
+        tl.atomic_and(word, rest, mask=gone, sem="relaxed")
+    else:
+        tl.store(address.to(tl.pointer_type(tl.int8)) + index, tl.zeros(index.shape, tl.int8), mask=gone)
+
+
+@triton.jit(do_not_specialize=["launch"])
+def _unfold(
+    rows, scales, owners, block_groups, counters, rooms, words, positions, keys, spoiled, ranges, eps, launch,
+    FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
+    STORED: tl.constexpr,
+):  # fmt: skip
+    group, place, valid = _collected(block_groups, counters, rooms, WORDS)
+    if tl.max(valid.to(tl.int32)) > 0:
+        word = tl.load(words + place, mask=valid, other=0)
+        start = (word >> 16) * RUN
+        owner = tl.load(owners + start // TILE, mask=valid, other=0).to(tl.int64)
+        row = rows + owner * COLUMNS
+        valid = valid & (tl.load(row + LAUNCH) == launch)
+        base = start - tl.load(row + FIRST) * TILE
+        scale = tl.load(scales + owner)
+        low, high = tl.load(ranges + group * 4 + LOW), tl.load(ranges + group * 4 + HIGH)
+        count = counters + group * COUNTERS
+        begin = tl.load(rooms + group)
+        room = tl.load(rooms + group + 1) - begin
+        bits = tl.where(valid, word & 0xFFFF, 0).to(tl.int32)
+        while tl.max(bits) > 0:
+            some = bits > 0
+            lowest = bits & -bits
+            lane = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the exponent of a power of two
+            bits = bits ^ lowest
+            score = score_at(
+                row, scale, base, lane, some, scales, eps, FORMULA, SIXTEENTHS, TYPE0, TYPE1, TYPE2, False, False
+            )
+            bad = some & (score != score)
+            if tl.max(bad.to(tl.int32)) > 0:
+                tl.atomic_add(spoiled + owner, tl.full(owner.shape, 1, tl.int64), mask=bad, sem="relaxed")
+            key = key_of(score)
+            below = some & (key < low)  # a rough score kept it; the exact one does not
+            if tl.max(below.to(tl.int32)) > 0:
+                _drop(rows, owners, start + lane, below, STORED)
+                counted = tl.sum(tl.where(below, tl.load(row + COUNTED), 0))
+                tl.atomic_add(count + BELOW, counted, sem="relaxed")
+            some = some & (key >= low) & (key <= high)
+            found = tl.sum(some.to(tl.int32))
+            slot = tl.atomic_add(count + LISTED, found.to(tl.int64), sem="relaxed")
+            where = slot + tl.cumsum(some.to(tl.int32), 0) - 1
+            fits = some & (where < room)
+            tl.store(positions + begin + where, start + lane, mask=fits)
+            tl.store(keys + begin + where, key, mask=fits)
+            if slot + found > room:
+                tl.store(count + OVER, tl.full((), 1, tl.int64))
+
+
+@triton.jit
+def _tally(rows, owners, block_groups, counters, rooms, positions, keys, ranges, counts, PEERS: tl.constexpr):
+    group, place, valid = _collected(block_groups, counters, rooms, LISTED)
+    if tl.max(valid.to(tl.int32)) > 0:
+        if PEERS:
+            tile = tl.load(positions + place, mask=valid, other=0) // TILE
+            owner = tl.load(owners + tile, mask=valid, other=0).to(tl.int64)
+            valid = valid & (tl.load(rows + owner * COLUMNS + COUNTED, mask=valid, other=0) != 0)
+        _add_to_histogram(tl.load(keys + place, mask=valid, other=0), valid, group, ranges, counts)
+
+
+@triton.jit(do_not_specialize=["few_room"])
+def _settle(
+    rows, owners, block_groups, counters, failed, rooms, positions, keys, ranges, few, few_room, equal,
+    STORED: tl.constexpr, PEERS: tl.constexpr,
+):  # fmt: skip
+    group, place, valid = _collected(block_groups, counters, rooms, LISTED)
+    if (tl.load(failed + group) == 0) & (tl.max(valid.to(tl.int32)) > 0):
+        cut = tl.load(ranges + group * 4 + LOW)
+        key = tl.load(keys + place, mask=valid, other=0)
+        position = tl.load(positions + place, mask=valid, other=0)
+        _drop(rows, owners, position, valid & (key < cut), STORED)
+        same = valid & (key == cut)
+        found = tl.sum(same.to(tl.int32))
+        if found > 0:
+            slot = tl.atomic_add(counters + group * COUNTERS + EQUAL, found.to(tl.int64), sem="relaxed")
+            where = slot + tl.cumsum(same.to(tl.int32), 0) - 1
+            tl.store(few + group * few_room + where, position, mask=same & (where < few_room))
+            if PEERS:
+                owner = tl.load(owners + position // TILE, mask=same, other=0).to(tl.int64)
+                tl.atomic_add(equal + owner, tl.full(owner.shape, 1, tl.int64), mask=same, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["few_room"])
+def _order(rows, owners, counters, failed, ranges, few, few_room, quotas, STORED: tl.constexpr, PEERS: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) // (few_room // ORDERED)
+    block = tl.program_id(0) % (few_room // ORDERED)
+    found = tl.load(counters + group * COUNTERS + EQUAL)
+    if (found > few_room) & (tl.load(failed + group) == 0):
+        tl.store(failed + group, tl.full((), CROWDED, tl.int64))  # by every program alike
+    elif (block * ORDERED < found) & (tl.load(failed + group) == 0):
+        place = block * ORDERED + tl.arange(0, ORDERED)
+        valid = place < found
+        position = tl.load(few + group * few_room + place, mask=valid, other=0)
+        owner = tl.load(owners + position // TILE, mask=valid, other=0).to(tl.int64)
+        quota = tl.zeros((ORDERED,), tl.int64) + tl.load(ranges + group * 4 + RANK)
+        if PEERS:
+            quota = tl.load(quotas + owner, mask=valid, other=0)
+        earlier = tl.zeros((ORDERED,), tl.int32)
+        for first in range(0, found, RIVALS):
+            other = first + tl.arange(0, RIVALS)
+            rival = tl.load(few + group * few_room + other, mask=other < found, other=NOWHERE)
+            before = rival[None, :] < position[:, None]
+            if PEERS:
+                theirs = tl.load(owners + rival // TILE, mask=other < found, other=-1).to(tl.int64)
+                before = before & (theirs[None, :] == owner[:, None])
+            earlier += tl.sum(before.to(tl.int32), 1)
+        _drop(rows, owners, position, valid & (earlier < quota), STORED)
+
+
+DEAD_KEY = tl.constexpr(DEAD)
+LONGEST = 1 << 14  # weights of a tile that fit a program's registers
+
+
+@triton.jit(do_not_specialize=["width"])
+def _rank(
+    rows, scales, owners, firsts, members, gone, given, eps, width, spoiled,
+    FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
+    KIND: tl.constexpr, STORED: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    place = tl.load(owners + tl.program_id(0)).to(tl.int64)
+    owner = tl.load(members + place)
+    row = rows + owner * COLUMNS
+    tile = (tl.program_id(0) - tl.load(firsts + place)) * TILES + tl.arange(0, TILES)
+    lane = tl.arange(0, ROOM)
+    start = tl.min(tile) * width
+    offset = (tl.arange(0, TILES) * width)[:, None] + lane[None, :]
+    valid = (start + offset < tl.load(row + NUMEL)) & (lane < width)[None, :]
+    alive = alive_at(row, start * 0, start + offset, valid, KIND, False)
+    score = score_at(
+        row, tl.load(scales + owner), start * 0, start + offset, valid, given, eps,
+        FORMULA, SIXTEENTHS, TYPE0, TYPE1, TYPE2, False, False,
+    )  # fmt: skip
+    nan = tl.sum((alive & (score != score)).to(tl.int32))
+    if nan > 0:
+        tl.atomic_add(spoiled + owner, nan.to(tl.int64), sem="relaxed")
+    keys = tl.where(alive, key_of(score), tl.where(valid, DEAD_KEY, 0x7FFFFFFF))
+    count = tl.load(gone + place).to(tl.int32)
+    # The count-th lowest key, bit by bit from the top: the largest with fewer than `count` below it.
+    cut = tl.full((TILES,), -0x80000000, tl.int32)
+    for bit in tl.static_range(31, -1, -1):
+        candidate = cut ^ (-0x80000000 if bit == 31 else 1 << bit)
+        fewer = tl.sum((keys < candidate[:, None]).to(tl.int32), axis=1) < count
+        cut = tl.where(fewer, candidate, cut)
+    below = tl.sum((keys < cut[:, None]).to(tl.int32), axis=1)
+    same = keys == cut[:, None]
+    rank = below[:, None] + tl.cumsum(same.to(tl.int32), 1)
+    kept = alive & ((keys > cut[:, None]) | (same & (rank > count)) | (tl.zeros_like(keys) == count))
+    address = tl.load(row + MASK)
+    if STORED == BITS:
+        bits = tl.reshape(kept.to(tl.int32) << (offset & 15).to(tl.int32), (TILES * ROOM // RUN, RUN))
+        where = tl.reshape(start + offset, (TILES * ROOM // RUN, RUN))
+        inside = tl.reshape(valid.to(tl.int32), (TILES * ROOM // RUN, RUN))
+        words = address.to(tl.pointer_type(tl.uint16)) + tl.min(where, axis=1) // RUN
+        tl.store(words, tl.sum(bits, axis=1).to(tl.uint16), mask=tl.max(inside, axis=1) > 0)
+    else:
+        pointer = address.to(tl.pointer_type(tl.int8)) + start
+        tl.store(pointer + offset, kept.to(tl.int8), mask=valid)
+
+
+def packs(width: int) -> bool:
+    """Whether tiles of this width can be written as bits: words of sixteen must not be shared by programs."""
+    return width % RUN.value == 0 or (width & (width - 1)) == 0
+
+
+def rank(table: Table, board: Board, widths: Sequence[int], gone: Sequence[int]) -> None:
+    """In every tile of `widths[piece]` neighbours, drop the lowest scores until `gone[piece]` are; the dead count."""
+    for number, of in enumerate(table.launches):
+        assert of.piece is None
+        members = [n for n in range(len(table.pieces)) if table.launch_of(n) == number]
+        for width in dict.fromkeys(widths[n] for n in members):
+            mine = [n for n in members if widths[n] == width]
+            _launch(table, board, number, mine, width, [gone[n] for n in mine])
+
+
+def _launch(table: Table, board: Board, number: int, members: list[int], width: int, gone: list[int]) -> None:
+    room = triton.next_power_of_2(width)
+    tiles = max(1, 4096 // room, -(-RUN.value // room))
+    counts = tuple([table.pieces[n].numel // width for n in members])
+    firsts, owners = layout(counts, tiles, table.device)
+    size = len(members)
+    sent = to_device([*firsts[:-1], *members, *gone], torch.int64, table.device).split([size, size, size])
+    of = table.launches[number]
+    arguments = (
+        table.rows, table.scales, owners, *sent, table.scales, of.kind.plan.eps, width, board.spoiled
+    )  # fmt: skip
+    warps = 16 if room * tiles > 8192 else 8
+    launch(_rank, owners.numel(), arguments, (*formula_of(of), of.kind.alive, table.mask_kind, tiles, room), warps)
