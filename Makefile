@@ -53,7 +53,7 @@ bench-select: $(VENV)/.ready
 	$(BIN)/secateur bench select
 
 readme: $(VENV)/.ready
-	$(BIN)/python -m secateur.bench.tables
+	$(BIN)/python -m tools.tables
 
 clean:
 	rm -rf $(VENV) $(CORE) report.html

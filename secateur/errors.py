@@ -1,4 +1,14 @@
-"""What can go wrong, one line each. Every message says what was asked, what was found, and what to do."""
+"""Typed errors, one line each, and the two hints errors give: a missing library, a misspelt name.
+
+Every message says what was asked, what was found, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from typing import Any
 
 
 class SecateurError(ValueError):
@@ -59,3 +69,20 @@ class DataError(SecateurError):
 
 class ComparisonError(SecateurError):
     """Runs that cannot be read, or that differ in more than a table of them would say."""
+
+
+def library(name: str, what: str, install: str) -> Any:
+    """The module of this name, or an error that says what needs it and which pip command brings it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        package = name.partition(".")[0]
+        if (missing.name or "").partition(".")[0] != package:
+            raise  # it is installed, but something it needs itself is not
+        raise SecateurError(f"{what} needs {package}: pip install {install}.") from missing
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint at the known word that is most like this one; nothing where none is."""
+    found = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {found[0]!r}?" if found else ""

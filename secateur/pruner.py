@@ -32,14 +32,14 @@ from secateur.model.held import (
     state_of,
 )
 from secateur.model.hooks import Listener, optimizers_in
-from secateur.model.prunable import Globs, LeftOut, check_readable, find_sites, nothing_to_prune, unfit_for
+from secateur.model.prunable import Globs, LeftOut, check_readable, find_prunable, nothing_to_prune, unfit_for
 from secateur.optim import AdamW
 from secateur.regrowth import check_gradients, exchange, regrowth_for
 from secateur.report import Report, TensorRow, Update
 from secateur.schedules import Clock, Schedule, as_schedule, check_rising, check_sparsity, described
 from secateur.scores import Score, resolve
 from secateur.selection import Selection, Target, check_choice, choose, quota_for
-from secateur.selection.exact import Piece
+from secateur.selection.exact import ScoredTensor
 from secateur.selection.masks import checksum, packed_bytes
 from secateur.selection.tiles import parse_pattern, tile_of
 
@@ -120,7 +120,7 @@ class Pruner:
     def _survey(self, skip: Globs, only: Globs | None) -> None:
         """Find the sites, refuse what cannot work, and make the masks and whatever else must be kept."""
         check_readable(unwrap(self._model))
-        found, left_out = find_sites(unwrap(self._model), skip, only, unfit_for(self._pattern))
+        found, left_out = find_prunable(unwrap(self._model), skip, only, unfit_for(self._pattern))
         self._facts = Facts(self._optimizers, self.score, found)
         self._sites = self._facts.sites
         known = {site.name for site in self._sites}
@@ -231,7 +231,7 @@ class Pruner:
         held = zip(self._sites, self._held.masks, self._held.dead, strict=True)
         return [self._facts.target(site, mask, dead, self._peers) for site, mask, dead in held]
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ScoredTensor]:
         """Every prunable tensor with its scores as of now, to be evaluated in parts: `piece.score(slice(0, 1000))`."""
         return [target.piece for target in self._targets()]
 

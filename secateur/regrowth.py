@@ -19,7 +19,7 @@ from secateur import kernels
 from secateur.errors import FactError, RegrowthError
 from secateur.model.distributed import local
 from secateur.model.facts import target_of
-from secateur.model.prunable import Site
+from secateur.model.prunable import Prunable
 from secateur.schedules import Schedule
 from secateur.scores import Score, resolve
 from secateur.selection import Quota, Selection, Target, fulfil
@@ -77,7 +77,7 @@ def regrowth_for(
 def exchange(
     regrowth: Regrowth,
     step: int,
-    sites: Sequence[Site],
+    sites: Sequence[Prunable],
     targets: Sequence[Target],
     quota: Quota,
     peers: Peers,
@@ -102,7 +102,7 @@ def exchange(
     return Selection(left.masks, left.cuts, kept)
 
 
-def candidates(regrowth: Regrowth, step: int, sites: Sequence[Site], left: Selection, peers: Peers) -> list[Target]:
+def candidates(regrowth: Regrowth, step: int, sites: Sequence[Prunable], left: Selection, peers: Peers) -> list[Target]:
     """The sites as a selection sees them in which what `left` keeps is dead and what is gone competes."""
     by_gradient = regrowth.kind == "gradient"
     check_gradients(regrowth, sites, peers, zeros_count=False)
@@ -121,7 +121,7 @@ def lot(step: int) -> Score:
     return replace(resolve("random"), options={"seed": -1 - step})
 
 
-def _gradient(site: Site) -> Tensor:
+def _gradient(site: Prunable) -> Tensor:
     """This process's part of the gradient as it is now; zeros for a tensor the loss did not reach."""
     if site.parameter.grad is not None:
         return local(site.parameter.grad)
@@ -129,7 +129,7 @@ def _gradient(site: Site) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
-def check_gradients(regrowth: Regrowth | None, sites: Sequence[Site], peers: Peers, zeros_count: bool) -> None:
+def check_gradients(regrowth: Regrowth | None, sites: Sequence[Prunable], peers: Peers, zeros_count: bool) -> None:
     """Raise where gradients are needed and no site has one; `zero_grad(set_to_none=False)` leaves zeros behind."""
     if regrowth is None or regrowth.kind != "gradient":
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.errors import ScoreError
+from secateur.errors import ScoreError, nearest
 
 # Facts that are one number per tensor rather than one per weight, each with a value to try a new score on.
 SCALAR_FACTS = {"step": 10.0, "beta1": 0.9, "beta2": 0.999}
@@ -95,9 +94,7 @@ def resolve(wanted: str | Callable[..., Tensor] | Score) -> Score:
     match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", wanted, flags=re.DOTALL)
     name = match.group(1) if match else wanted
     if name not in _REGISTERED:
-        near = difflib.get_close_matches(name, _REGISTERED, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ScoreError(f"No score is named {name!r}.{hint} Registered: {', '.join(scores())}.")
+        raise ScoreError(f"No score is named {name!r}.{nearest(name, _REGISTERED)} Registered: {', '.join(scores())}.")
     options = _parse_options(wanted, match.group(2) or "") if match else {}
     return with_options(_REGISTERED[name], options)
 

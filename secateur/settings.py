@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
@@ -10,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from secateur.errors import SecateurError
+from secateur.errors import SecateurError, nearest
 
 Kind = TypeVar("Kind")
 
@@ -39,12 +38,6 @@ def from_mapping(kind: type[Kind], found: Mapping[str, Any], source: str) -> Kin
             raise SecateurError(f"{source}: {key} = {value!r} is not what it takes, which is {_words(hints[key])}.")
         values[key] = float(value) if hints[key] is float else value
     return kind(**values)
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint at the known word that is most like this one; nothing where none is."""
-    found = difflib.get_close_matches(word, known, n=1)
-    return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def parse(assignments: Iterable[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from secateur.kernels import reference, select
 from secateur.kernels.reference import Hyper, Part
 from secateur.model.facts import evaluator
 from secateur.scores import resolve
-from secateur.selection.exact import ALONE, Piece, prune_exactly
+from secateur.selection.exact import ALONE, ScoredTensor, prune_exactly
 from secateur.selection.masks import as_bool, to_bits
 
 FUSED = ("magnitude", "bitter0", "bitter3", "bitter6", "bitter7", "bitter8", "variance(q=3/8)", "fisher", "wanda")
@@ -33,7 +33,7 @@ def pieces_for(
     state: torch.dtype = torch.float32,
     alive: str | None = None,
     change: Change | None = None,
-) -> list[Piece]:
+) -> list[ScoredTensor]:
     """Made-up tensors as a selection sees them; `alive` is None, "bool" or "bits"."""
     entry = resolve(score)
     made = []
@@ -54,12 +54,14 @@ def pieces_for(
             mask = (torch.rand(size) < 0.7).to(device)
             mask = to_bits(mask) if alive == "bits" else mask
         made.append(
-            Piece(str(number), size, size, evaluator(entry, facts, 0, device), device, mask, source=(entry, facts))
+            ScoredTensor(
+                str(number), size, size, evaluator(entry, facts, 0, device), device, mask, source=(entry, facts)
+            )
         )
     return made
 
 
-def check_selection(ops: Any, pieces: Sequence[Piece], share: float, packed: bool, layers: bool = False) -> None:
+def check_selection(ops: Any, pieces: Sequence[ScoredTensor], share: float, packed: bool, layers: bool = False) -> None:
     """Masks, cuts and counts equal those of the plain selection, to the weight."""
     groups = [[piece] for piece in pieces] if layers else [list(pieces)]
     plain = [[piece.unpacked() for piece in group] for group in groups]

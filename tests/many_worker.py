@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import secateur as sc
 from secateur.model.distributed import SOLO, Ranks
-from secateur.model.prunable import find_sites
+from secateur.model.prunable import find_prunable
 from secateur.oneshot.gradients import gather_gradients
 from tests.contract import Experts, Rows
 
@@ -253,7 +253,7 @@ def split() -> dict[str, Any]:
 def rounded() -> bool:
     """Whether statistics in bf16, which are rounded by chance, are those of one process: the draws must be the same."""
     model = network("mlp")
-    sites, wanted = find_sites(model)[0], {"exp_avg_sq", "gradient_max"}
+    sites, wanted = find_prunable(model)[0], {"exp_avg_sq", "gradient_max"}
     one, several = (
         gather_gradients(model, batches("mlp"), sites, wanted, dtype=torch.bfloat16, ranks=ranks)
         for ranks in (SOLO, Ranks(dist.group.WORLD))

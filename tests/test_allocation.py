@@ -11,13 +11,13 @@ from torch import Tensor
 from secateur.errors import PatternError, ScoreError
 from secateur.selection import Target, allocation, choose
 from secateur.selection.allocation import ALLOCATIONS, spread
-from secateur.selection.exact import ALONE, Piece
+from secateur.selection.exact import ALONE, ScoredTensor
 from secateur.selection.tiles import Layout
 
 
 def target(scores: Tensor, alive: Tensor | None = None) -> Target:
     flat = None if alive is None else alive.view(-1)
-    piece = Piece("w", scores.numel(), scores.numel(), lambda where: scores.view(-1)[where], scores.device, flat)
+    piece = ScoredTensor("w", scores.numel(), scores.numel(), lambda where: scores.view(-1)[where], scores.device, flat)
     return Target(piece, tuple(scores.shape), tuple(scores.shape), Layout())
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import FactError
-from secateur.model.prunable import find_sites
+from secateur.model.prunable import find_prunable
 from secateur.oneshot import batches as calibration
 from secateur.oneshot.batches import draw, quiet, standard_loss
 from secateur.oneshot.gradients import gather_gradients
@@ -37,7 +37,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 def test_statistics_against_a_plain_loop(batches: list[tuple[Tensor, Tensor]]) -> None:
     torch.manual_seed(1)
     model = Noisy().eval()
-    sites, _ = find_sites(model, only="*")
+    sites, _ = find_prunable(model, only="*")
     found = gather_gradients(model, batches, sites, {"exp_avg", "exp_avg_sq", "gradient", "gradient_max"})
     for site in sites:
         gradients = []
@@ -60,7 +60,7 @@ def test_the_model_is_as_before(batches: list[tuple[Tensor, Tensor]], fails: boo
     model.first.weight.grad = kept = torch.ones_like(model.first.weight)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
-    sites, _ = find_sites(model, only="*")
+    sites, _ = find_prunable(model, only="*")
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if fails:
@@ -83,7 +83,7 @@ def test_the_model_is_as_before(batches: list[tuple[Tensor, Tensor]], fails: boo
 
 def test_gradients_are_freed_as_they_come(batches: list[tuple[Tensor, Tensor]]) -> None:
     model = Noisy().eval()
-    sites, _ = find_sites(model, only="*")
+    sites, _ = find_prunable(model, only="*")
     alive: list[int] = []
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -96,7 +96,7 @@ def test_gradients_are_freed_as_they_come(batches: list[tuple[Tensor, Tensor]]) 
 
 def test_a_frozen_beginning_does_no_backward(batches: list[tuple[Tensor, Tensor]]) -> None:
     model = Noisy().eval()
-    sites, _ = find_sites(model, only="last")
+    sites, _ = find_prunable(model, only="last")
     asked: list[bool] = []
     model.first.register_forward_hook(lambda module, given, output: asked.append(output.requires_grad))
     gather_gradients(model, batches, sites, {"gradient"})
@@ -121,7 +121,7 @@ def test_losses_and_what_is_said_when_none_is_known() -> None:
         standard_loss(model, inputs)
     with pytest.raises(FactError, match="no batches"):
         draw([])
-    sites, _ = find_sites(model, only="*")
+    sites, _ = find_prunable(model, only="*")
     with pytest.raises(FactError, match=r"one number that depends on the weights.*\(5, 3\)"):
         gather_gradients(model, [inputs], sites, {"gradient"}, loss=lambda model, batch: model(batch))
     with quiet(model):
@@ -149,7 +149,7 @@ def test_a_loss_in_bf16() -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 8)
     batch = torch.randn(32, 64), torch.randint(0, 8, (32,))
-    sites, _ = find_sites(model, only="*")
+    sites, _ = find_prunable(model, only="*")
     exact = gather_gradients(model, [batch], sites, {"exp_avg"})["weight"]["exp_avg"]
     found = gather_gradients(model, [batch], sites, {"exp_avg"}, loss=calibration.in_bf16(standard_loss))
     rough = found["weight"]["exp_avg"]

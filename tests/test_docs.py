@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from secateur.bench.tables import filled
+from tools.tables import filled
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -10,7 +10,7 @@ from torch import nn
 
 import secateur as sc
 from secateur.model.facts import evaluator
-from secateur.model.prunable import find_sites
+from secateur.model.prunable import find_prunable
 from secateur.oneshot.calibration import Subject
 from secateur.oneshot.gradients import Shelf, gather_gradients
 from secateur.oneshot.offload import Thrift
@@ -67,7 +67,7 @@ def test_cpu_gpu_and_streamed_agree(job: str) -> None:
 
 def test_statistics_on_the_shelf_are_those_on_the_device() -> None:
     model = build(dtype=torch.bfloat16).cuda()
-    sites, _ = find_sites(model)
+    sites, _ = find_prunable(model)
     wanted = {"gradient_max", "exp_avg_sq"}
     for dtype in (torch.float32, torch.bfloat16):
         right = gather_gradients(model, BATCHES, sites, wanted, dtype=dtype)

@@ -140,7 +140,7 @@ def test_what_is_missing_is_named(call: Any, blocked: str, message: str, monkeyp
 def test_a_library_that_lacks_something_itself_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken_library.py").write_text("import not_there_at_all")
     monkeypatch.syspath_prepend(tmp_path)
-    from secateur.optional import library
+    from secateur.errors import library
 
     with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
         library("broken_library", "This", "that")

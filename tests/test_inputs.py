@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import FactError
-from secateur.model.prunable import find_sites
+from secateur.model.prunable import find_prunable
 from secateur.oneshot.activations import Inputs, check_seen, gather_inputs
 
 
 def watched(model: nn.Module, inputs: Tensor, **settings: Any) -> tuple[Inputs, dict[str, Any]]:
-    sites, _ = find_sites(model, only="*")
+    sites, _ = find_prunable(model, only="*")
     found = Inputs(sites, **settings)
     gather_inputs(model, [inputs], found, forward=lambda model, batch: model(batch))
     check_seen(found, sites)

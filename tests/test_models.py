@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import secateur as sc
-from secateur.model.prunable import find_sites
+from secateur.model.prunable import find_prunable
 from secateur.oneshot.activations import Inputs, gather_inputs
 from secateur.oneshot.batches import in_bf16, standard_loss
 from secateur.oneshot.blocks import find_blocks
@@ -100,7 +100,7 @@ def test_every_kind_is_pruned_exactly(name: str, settings: dict[str, Any]) -> No
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet"])
 def test_blocks_are_found_by_watching(name: str) -> None:
     model = MODELS[name]()
-    sites, _ = find_sites(model)
+    sites, _ = find_prunable(model)
     first = batches(name)
     first = first[:1] if isinstance(first, torch.Tensor) else first[0]
     assert len(find_blocks(model, first, standard_loss, sites)) == model.config.num_hidden_layers
@@ -120,7 +120,7 @@ def test_experts_without_tokens_are_not_taken_for_useless() -> None:
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.gate.weight.zero_()  # all experts alike: the same two are taken for every token
-    sites, _ = find_sites(model, only="*experts*")
+    sites, _ = find_prunable(model, only="*experts*")
     seen = Inputs(sites)
     gather_inputs(model, [IDS], seen, forward=standard_loss)
     report = sc.prune(model, IDS, sparsity=0.3, only="*experts*")
@@ -195,7 +195,7 @@ def test_experts_of_every_family_are_found_and_lie_as_they_are_used(family: str)
             config
         )
     stacks = {name: p for name, p in model.named_parameters() if p.ndim == 3 and "conv" not in name}
-    found = {site.name: site for site in find_sites(model)[0]}
+    found = {site.name: site for site in find_prunable(model)[0]}
     assert stacks
     assert stacks.keys() <= found.keys()
     for name, stack in stacks.items():

@@ -16,7 +16,7 @@ from torch.testing._internal import two_tensor
 
 import secateur as sc
 from secateur.errors import FactError, ModelError, SiteError
-from secateur.model.prunable import find_sites
+from secateur.model.prunable import find_prunable
 from secateur.oneshot import reconstruct
 from secateur.oneshot.batches import standard_loss
 from secateur.oneshot.blocks import Chain, find_blocks
@@ -261,7 +261,7 @@ def test_a_state_that_somebody_writes_into_between_blocks_makes_no_chain() -> No
 
     model = Writing()
     batch = torch.randn(4, 8), torch.randn(4, 8)
-    sites, _ = find_sites(model, only="*")
+    sites, _ = find_prunable(model, only="*")
     assert find_blocks(model, batch, standard_loss, sites) == []
 
 

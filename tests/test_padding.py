@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.model.prunable import find_sites
+from secateur.model.prunable import find_prunable
 from secateur.oneshot.activations import Inputs, gather_inputs
 from secateur.oneshot.batches import real_positions, run_model
 
@@ -156,7 +156,7 @@ def test_attention_of_torch_reads_positions_first() -> None:
 
     torch.manual_seed(0)
     model = Small()
-    sites, _ = find_sites(model, only="attention")
+    sites, _ = find_prunable(model, only="attention")
     found = []
     for batches in (alone(), [padded(2 * LONGEST)]):
         watch = Inputs(sites)

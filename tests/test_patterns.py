@@ -17,13 +17,15 @@ import secateur as sc
 from secateur import selection
 from secateur.errors import PatternError, ScoreError
 from secateur.selection import Target, choose, exact, tiles
-from secateur.selection.exact import Piece, flat_part
+from secateur.selection.exact import ScoredTensor, flat_part
 from secateur.selection.tiles import Layout, Tiling, parse_pattern
 from tests import oracle
 
 
 def target(scores: Tensor, layout: Layout, alive: Tensor | None = None) -> Target:
-    piece = Piece("w", scores.numel(), scores.numel(), lambda where: flat_part(scores, where), scores.device, alive)
+    piece = ScoredTensor(
+        "w", scores.numel(), scores.numel(), lambda where: flat_part(scores, where), scores.device, alive
+    )
     return Target(piece, tuple(scores.shape), tuple(scores.shape), layout)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import secateur as sc
 from secateur import kernels
 from secateur.model.facts import kept_last, least_spared, spared_share
-from secateur.model.prunable import find_sites
+from secateur.model.prunable import find_prunable
 from secateur.oneshot.batches import in_bf16, standard_loss
 from secateur.oneshot.blocks import find_blocks
 from secateur.oneshot.calibration import Subject
@@ -124,7 +124,7 @@ def test_repair_follows_the_blocks_of_a_model() -> None:
     torch.manual_seed(0)
     model = Tower()
     ids = torch.randint(0, 17, (6, 12))
-    sites, _ = find_sites(model)
+    sites, _ = find_prunable(model)
     assert find_blocks(model, ids[:1], standard_loss, sites) == list(model.blocks)
     before = model(ids).detach()
     report = sc.prune(model, ids, score="magnitude", sparsity=0.5, reconstruct=True)

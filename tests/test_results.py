@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from secateur.bench import tables
-from secateur.lab import results
 from secateur.lab.compare import compare
 from secateur.lab.runs import read_runs
 from tests.browser import open_page
 from tests.run_folders import LOSSES, command, make_sweep
+from tools import results, tables
 
 NAME = "campaign-tiny"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import secateur as sc
 from secateur.errors import ScheduleError, StateError
 from secateur.model.held import rounding
-from secateur.model.prunable import find_sites
+from secateur.model.prunable import find_prunable
 from secateur.selection.tiles import parse_pattern
 from tests.conftest import Block, train
 
@@ -303,7 +303,7 @@ def test_tensors_without_values_are_refused(name: str, strict: bool, block: Bloc
 def test_how_far_masks_may_be_off_by_rounding(
     scope: str | None, pattern: str | None, most: float, block: Block
 ) -> None:
-    sites, _ = find_sites(block)
+    sites, _ = find_prunable(block)
     assert [tuple(site.parameter.shape) for site in sites] == [(64, 16), (16, 64)]
     assert rounding(sites, scope, parse_pattern(pattern)) == most
 

@@ -17,7 +17,16 @@ import secateur as sc
 from secateur.errors import PatternError, ScheduleError, ScoreError
 from secateur.selection import exact
 from secateur.selection import exact as pieces
-from secateur.selection.exact import ALONE, HIGHEST_KEY, LOWEST_KEY, Piece, keys_of, places_of, value_of, values_of
+from secateur.selection.exact import (
+    ALONE,
+    HIGHEST_KEY,
+    LOWEST_KEY,
+    ScoredTensor,
+    keys_of,
+    places_of,
+    value_of,
+    values_of,
+)
 from secateur.selection.masks import to_bits
 from tests import oracle
 
@@ -209,7 +218,7 @@ def test_counts_past_two_to_the_31() -> None:
 def test_quotas_past_two_to_the_31() -> None:
     """Ties are dealt out with int64 counts: three pieces that claim 2^31 equal scores each."""
     device = torch.device("cpu")
-    claims = [Piece(name, 0, 2**31, lambda where: torch.empty(0), device) for name in "abc"]
+    claims = [ScoredTensor(name, 0, 2**31, lambda where: torch.empty(0), device) for name in "abc"]
     assert exact._quotas(claims, [2**31] * 3, 2**32 + 5, ALONE) == [2**31, 2**31, 5]
 
 
@@ -233,10 +242,10 @@ def test_sampled_cut_is_close_but_not_exact() -> None:
 
 
 def test_a_replicated_piece_is_counted_by_the_first_process_alone() -> None:
-    piece = Piece("a", 1, 1, lambda where: torch.ones(1), torch.device("cpu"), replicated=True)
+    piece = ScoredTensor("a", 1, 1, lambda where: torch.ones(1), torch.device("cpu"), replicated=True)
     peers: list[Any] = [SimpleNamespace(rank=rank) for rank in range(3)]
     assert [piece.counted(one) for one in peers] == [True, False, False]
-    sharded = Piece("a", 1, 1, lambda where: torch.ones(1), torch.device("cpu"))
+    sharded = ScoredTensor("a", 1, 1, lambda where: torch.ones(1), torch.device("cpu"))
     assert all(sharded.counted(one) for one in peers)
 
 
@@ -250,7 +259,7 @@ def test_an_empty_alive_mask_of_numpys_is_taken() -> None:
 
 def test_a_piece_with_bits_for_a_mask_becomes_one_with_bools() -> None:
     alive = torch.rand(45) > 0.5
-    packed = Piece("a", 45, 45, lambda where: torch.arange(45.0)[where], torch.device("cpu"), to_bits(alive))
+    packed = ScoredTensor("a", 45, 45, lambda where: torch.arange(45.0)[where], torch.device("cpu"), to_bits(alive))
     plain = packed.unpacked()
     assert plain.alive is not None
     assert torch.equal(plain.alive, alive)

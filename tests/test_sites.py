@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.errors import FactError, PatternError, SiteError
-from secateur.model.prunable import find_sites
+from secateur.model.prunable import find_prunable
 from secateur.selection.tiles import Layout
 from tests.conftest import Block
 
 
 def reasons(model: nn.Module, **options: Any) -> dict[str, str]:
-    sites, left_out = find_sites(model, **options)
+    sites, left_out = find_prunable(model, **options)
     return {site.name: "site" for site in sites} | {item.name: item.reason for item in left_out}
 
 
@@ -35,7 +35,7 @@ def test_tied_weights_count_once_and_say_so(block: Block) -> None:
     found = reasons(block)
     assert found["embedding.weight"] == "embedding; tied with lm_head.weight"
     assert "lm_head.weight" not in found
-    sites, _ = find_sites(block, only=["lm_head"])
+    sites, _ = find_prunable(block, only=["lm_head"])
     assert [(site.name, site.tied) for site in sites] == [("lm_head.weight", ("embedding.weight",))]
     shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     shared[1].weight = shared[0].weight
@@ -62,7 +62,7 @@ def test_convolutions_and_experts() -> None:
         }
     )
     model.pos_embedding = nn.Parameter(torch.randn(2, 9, 8))
-    sites, _ = find_sites(model)
+    sites, _ = find_prunable(model)
     assert {site.name: site.layout for site in sites} == {
         "one.weight": Layout(),
         "two.weight": Layout(),
@@ -82,7 +82,7 @@ def test_skip_and_only_are_globs(block: Block) -> None:
     assert found["up.weight"] == found["lm_head.weight"] == "site"
     assert found["down.weight"] == "not named by only"
     with pytest.raises(SiteError, match="No parameter or module matches 'mlp.\\*'. Names look like 'embedding.weight'"):
-        find_sites(block, skip="mlp.*")
+        find_prunable(block, skip="mlp.*")
 
 
 def test_frozen_and_unoptimized_weights_stay_out(block: Block) -> None:
@@ -97,7 +97,7 @@ def test_gpt2_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=8)
     model = transformers.GPT2LMHeadModel(config)
-    sites, left_out = find_sites(model)
+    sites, left_out = find_prunable(model)
     assert len(sites) == 2 * 4
     assert all(site.layout == Layout(rows=(1,), inputs=0) for site in sites)
     assert ("transformer.wte.weight", "embedding; tied with lm_head.weight") in {(i.name, i.reason) for i in left_out}
@@ -122,7 +122,7 @@ def test_mixture_of_experts_of_transformers() -> None:
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         num_local_experts=4, vocab_size=50,
     )  # fmt: skip
-    sites, left_out = find_sites(transformers.MixtralForCausalLM(config))
+    sites, left_out = find_prunable(transformers.MixtralForCausalLM(config))
     layouts = {site.name.rpartition(".")[2]: site.layout for site in sites if "experts" in site.name}
     assert layouts == dict.fromkeys(("gate_up_proj", "down_proj"), Layout(rows=(0, 1), inputs=2))
     assert any(item.name == "lm_head.weight" and item.reason.startswith("head") for item in left_out)
@@ -171,7 +171,7 @@ def test_what_only_looks_like_experts() -> None:
             "llama": Llama4TextExperts("gate_up_proj"),
         }
     )
-    sites, _ = find_sites(model)
+    sites, _ = find_prunable(model)
     assert {site.name: site.layout for site in sites} == {
         "experts.w": Layout(rows=(0, 1), inputs=2),
         "llama.gate_up_proj": Layout(rows=(0, 2), inputs=1),
@@ -208,7 +208,7 @@ def test_a_gate_with_more_than_a_quarter_as_many_outputs_is_no_router() -> None:
 def test_names_of_containers_and_of_wrapped_parts() -> None:
     model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend="eager"))})
     model["shared"] = model["encoder"][0]
-    sites, _ = find_sites(model)
+    sites, _ = find_prunable(model)
     assert {site.name: site.tied for site in sites} == {
         "encoder.0.weight": ("shared.weight",),
         "encoder.1.weight": (),
@@ -327,10 +327,10 @@ def test_tables_are_left_out_until_they_are_named() -> None:
         "weight": f"weight of a custom module {ask}",
     }
     for region in ("*", "*odd*", ["odd", "table*.*", "layer"]):  # a region is asked for its matrices
-        sites, _ = find_sites(model, only=region)
+        sites, _ = find_prunable(model, only=region)
         assert {"odd.weight"} <= {site.name for site in sites} <= {"odd.weight", "layer.weight"}
     for name in ("odd.prompts", "odd.A_log", "*.queries", "table", "table.weight", "*.weight"):
-        sites, _ = find_sites(model, only=name)
+        sites, _ = find_prunable(model, only=name)
         assert sites
         assert all(name.strip("*.") in site.name for site in sites), name
         assert all(site.reason.startswith("named by only") for site in sites)
@@ -359,7 +359,7 @@ def test_stacks_are_known_by_what_their_module_tells() -> None:
         }
     )
     straight, turned = Layout(rows=(0, 1), inputs=2), Layout(rows=(0, 2), inputs=1)
-    sites, _ = find_sites(model)
+    sites, _ = find_prunable(model)
     assert {site.name: site.layout for site in sites} == {
         "fused.gate_up_proj": straight, "fused.down_proj": straight, "turned.a": turned, "turned.b": turned,
         "plain.w1": straight, "plain.w2": straight, "counted.w": straight, "linear.weight": turned,
@@ -463,7 +463,7 @@ def test_a_parametrization_that_does_not_keep_zeros_is_refused() -> None:
     nn.utils.parametrize.register_parametrization(model[2], "weight", Symmetric())
     for name, kind in (("1.weight", "_Orthogonal"), ("2", "Symmetric")):
         with pytest.raises(SiteError, match=f"its parametrization \\({kind}\\) does not keep zeros"):
-            find_sites(model, only=name)
+            find_prunable(model, only=name)
     found = reasons(model, only="*")
     assert found["1.parametrizations.weight.original"] == "its parametrization (_Orthogonal) does not keep zeros"
     assert found["0.weight"] == "site"
@@ -473,7 +473,7 @@ def test_a_parametrization_that_does_not_keep_zeros_is_refused() -> None:
 def test_looking_at_a_parametrization_changes_nothing() -> None:
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)).train()
     before = {name: value.clone() for name, value in layer.state_dict().items()}
-    sites, _ = find_sites(layer, only="weight")
+    sites, _ = find_prunable(layer, only="weight")
     assert [site.name for site in sites] == ["parametrizations.weight.original"]
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
     assert all(module.training for module in layer.modules())
@@ -483,7 +483,7 @@ def test_looking_at_a_parametrization_changes_nothing() -> None:
 def test_older_reparametrizations() -> None:
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.utils.spectral_norm(nn.Conv1d(8, 8, 3)))
     assert set(reasons(model).values()) == {"bias, norm or vector", "parametrized (only=... prunes it)"}
-    sites, _ = find_sites(model, only="*")
+    sites, _ = find_prunable(model, only="*")
     assert [site.name for site in sites] == ["0.weight_v", "1.weight_orig"]
 
 
@@ -554,6 +554,6 @@ def test_no_row_of_a_weight_norm_goes_whole(norm: Any, settings: dict[str, Any])
 
 def test_names_that_are_none_are_refused() -> None:
     with pytest.raises(SiteError, match="take names or globs"):
-        find_sites(nn.Linear(4, 4), only=3)  # type: ignore[arg-type]
+        find_prunable(nn.Linear(4, 4), only=3)  # type: ignore[arg-type]
     with pytest.raises(SiteError, match="It has no parameters"):
         sc.prune(nn.Sequential(nn.ReLU()), [(torch.randn(2, 4), torch.zeros(2, 4))])

@@ -8,7 +8,7 @@ from torch import nn
 
 import secateur as sc
 from secateur.errors import FactError
-from secateur.model.prunable import find_sites
+from secateur.model.prunable import find_prunable
 from secateur.oneshot.calibration import Subject
 from secateur.oneshot.gradients import Gradients, gather_gradients, rounded_by_chance
 from secateur.oneshot.offload import Thrift, as_bytes, made_again, plan
@@ -40,7 +40,7 @@ def test_every_way_gives_the_same_masks(thrift: Thrift, monkeypatch: pytest.Monk
 
 
 def test_only_so_many_statistics_stay_where_the_weights_are() -> None:
-    sites, _ = find_sites(tower().to("meta"))
+    sites, _ = find_prunable(tower().to("meta"))
     sizes = [site.parameter.numel() for site in sites]
     found = Gradients(sites, {"gradient_max", "exp_avg_sq"}, 3, room=sizes[0] + sizes[1] + sizes[2] - 1)
     stayed = [all(t.device.type == "meta" for t in found.facts[site.name].values()) for site in sites]
@@ -86,7 +86,7 @@ def test_rounding_by_chance_is_right_on_average() -> None:
 def test_sums_in_bf16_do_not_stand_still() -> None:
     """Two thousand equal squares: rounded to the nearest, the sum would stop growing at a few hundred."""
     layer = nn.Linear(64, 64, bias=False)
-    sites, _ = find_sites(layer, only="*")
+    sites, _ = find_prunable(layer, only="*")
     with Gradients(sites, {"exp_avg_sq"}, 2000, torch.bfloat16) as found:
         for _ in range(2000):
             layer.weight.grad = None
@@ -106,13 +106,13 @@ def test_memory_in_words() -> None:
     with pytest.raises(FactError, match="something like '24GB'"):
         as_bytes("lots")
     model = tower()
-    sites, _ = find_sites(model)
+    sites, _ = find_prunable(model)
     assert plan(model, IDS[:1], lambda m, b: m(b).sum(), sites, [], None) == Thrift()
 
 
 def test_channels_last_in_bf16_and_what_is_not_a_number() -> None:
     layer = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
-    sites, _ = find_sites(layer, only="*")
+    sites, _ = find_prunable(layer, only="*")
     batch = [torch.randn(2, 4, 8, 8)]
     loss = lambda model, inputs: model(inputs).square().mean()  # noqa: E731
     rough = gather_gradients(layer, batch, sites, {"exp_avg_sq"}, loss=loss, dtype=torch.bfloat16)["weight"][

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 from secateur.kernels import prune_groups
 from secateur.model.facts import evaluator
 from secateur.scores import resolve
-from secateur.selection.exact import Piece
+from secateur.selection.exact import ScoredTensor
 from secateur.selection.masks import from_bits
 
 Layers = list[tuple[Tensor, Tensor]]  # weight and second moment
@@ -90,14 +90,14 @@ def global_unstructured(layers: Layers) -> list[Tensor]:
     return [module.get_buffer("weight_mask").bool() for module in modules]
 
 
-def pieces_of(layers: Layers) -> list[Piece]:
+def pieces_of(layers: Layers) -> list[ScoredTensor]:
     """The layers as a selection takes them."""
     bitter7 = resolve("bitter7")
     pieces = []
     for number, (w, v) in enumerate(layers):
         facts = {"weight": w, "exp_avg_sq": v}
         evaluate = evaluator(bitter7, facts, 0, w.device)
-        pieces.append(Piece(str(number), w.numel(), w.numel(), evaluate, w.device, source=(bitter7, facts)))
+        pieces.append(ScoredTensor(str(number), w.numel(), w.numel(), evaluate, w.device, source=(bitter7, facts)))
     return pieces
 
 

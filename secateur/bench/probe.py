@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from secateur.bench.measuring import add_device, device_of, positive
-from secateur.errors import FactError, SecateurError
+from secateur.errors import FactError, SecateurError, library
 from secateur.lab import record
 from secateur.lab.monitor import Monitor
-from secateur.model.prunable import find_sites
+from secateur.model.prunable import find_prunable
 from secateur.oneshot.batches import device_of as device_of_model
 from secateur.oneshot.batches import standard_loss
 from secateur.oneshot.blocks import find_blocks
@@ -28,7 +28,6 @@ from secateur.oneshot.gradients import gather_gradients
 from secateur.oneshot.offload import activations, as_bytes, made_again
 from secateur.oneshot.probe import probe
 from secateur.oneshot.prune import prune
-from secateur.optional import library
 from secateur.report import text_table
 
 MISTRAL_7B = {
@@ -61,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     model = build(SHAPES[options.shape], device)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SHAPES[options.shape]["vocab_size"], (options.sequences, options.length), generator=draw)
-    sites, _ = find_sites(model)
+    sites, _ = find_prunable(model)
     passes = [
         passing(model, ids, batch, again) for batch in options.batches if batch <= len(ids) for again in (False, True)
     ]
@@ -107,7 +106,7 @@ def build(shape: dict[str, int], device: torch.device) -> nn.Module:
 @torch.no_grad()
 def make_dense(model: nn.Module) -> None:
     """Draw all weights that can be pruned anew, always the same."""
-    sites, _ = find_sites(model)
+    sites, _ = find_prunable(model)
     draw = torch.Generator(sites[0].parameter.device).manual_seed(0)
     for site in sites:
         site.parameter.normal_(0, DEVIATION, generator=draw)
@@ -115,7 +114,7 @@ def make_dense(model: nn.Module) -> None:
 
 def passing(model: nn.Module, ids: Tensor, batch: int, again: bool) -> dict[str, Any]:
     """A few sequences forward and backward with the maximum folded in; None for the times where it does not fit."""
-    sites, _ = find_sites(model)
+    sites, _ = find_prunable(model)
     blocks = find_blocks(model, ids[:1], standard_loss, sites) if again else []
     some = list(ids[: 2 * batch].split(batch))
     cuda = device_of_model(model).type == "cuda"

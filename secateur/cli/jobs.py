@@ -21,7 +21,7 @@ from secateur.files import check_folder, check_room, claimed
 from secateur.integrations import transformers
 from secateur.integrations.text import SOURCES
 from secateur.integrations.transformers import check_free, saved_bytes
-from secateur.model.prunable import find_sites
+from secateur.model.prunable import find_prunable
 from secateur.oneshot.batches import check_ids, standard_loss
 from secateur.oneshot.offload import ferry_for
 from secateur.oneshot.probe import ORDERS, probe
@@ -193,7 +193,7 @@ def _device(options: argparse.Namespace) -> str:
 
 
 def _crossing(model: Any, batch: Any, device: str) -> Callable[[], AbstractContextManager[None]]:
-    sites, _ = find_sites(model)
+    sites, _ = find_prunable(model)
     return ferry_for(model, batch, standard_loss, sites, torch.device(device)).crossing
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from secateur.bench.measuring import positive
-from secateur.errors import SecateurError
+from secateur.errors import SecateurError, library
 from secateur.files import check_room, write
 from secateur.lab.config import BUDGETS, OPTIMIZERS, Experiment, read_experiment
-from secateur.optional import library
 from secateur.settings import parse
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.errors import ModelError, SecateurError
-from secateur.optional import library
+from secateur.errors import ModelError, SecateurError, library
 
 # Parts of a block, as llama.cpp and as transformers call them.
 PARTS = {

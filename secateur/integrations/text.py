@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.errors import SecateurError, TextError
-from secateur.optional import library
+from secateur.errors import SecateurError, TextError, library
 
 PIECE = 1 << 18  # characters tokenized at once, so that memory does not grow with the text
 REACH = 1 << 14  # characters before a piece's end in which a place to cut is sought

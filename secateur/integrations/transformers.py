@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import DataError, ModelError, SecateurError, StateError
+from secateur.errors import DataError, ModelError, SecateurError, StateError, library
 from secateur.files import appearing
 from secateur.integrations import smollm2
 from secateur.integrations.text import check_apart, read_text, split, windows
 from secateur.oneshot.batches import IGNORED, check_ids, device_of, standard_loss, to_device
-from secateur.optional import library
 from secateur.selection.masks import pack, packed_bytes, unpack
 
 __all__ = [

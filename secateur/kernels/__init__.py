@@ -19,7 +19,7 @@ from torch import Tensor
 
 from secateur.kernels.reference import Hyper, Part
 from secateur.selection import exact
-from secateur.selection.exact import ALONE, Cut, Peers, Piece, count_of, refuse_nan
+from secateur.selection.exact import ALONE, Cut, Peers, ScoredTensor, count_of, refuse_nan
 from secateur.selection.masks import as_bool, from_bits, to_bits
 
 
@@ -63,7 +63,7 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def prune_groups(
-    groups: Sequence[Sequence[Piece]], counts: Sequence[int], peers: Peers = ALONE, packed: bool = False
+    groups: Sequence[Sequence[ScoredTensor]], counts: Sequence[int], peers: Peers = ALONE, packed: bool = False
 ) -> Pruned:
     """For each group of pieces, a selection of its own: exactly `count` more of its living weights go.
 
@@ -83,7 +83,7 @@ def prune_groups(
 
 
 def rank_tiles(
-    pieces: Sequence[Piece], widths: Sequence[int], gone: Sequence[int], peers: Peers, packed: bool
+    pieces: Sequence[ScoredTensor], widths: Sequence[int], gone: Sequence[int], peers: Peers, packed: bool
 ) -> list[Tensor] | None:
     """Masks without the lowest of every `width` neighbours, or None where that is for plain torch to do."""
     if not _served(pieces):
@@ -173,11 +173,11 @@ def population(masks: Sequence[Tensor]) -> list[int]:
     ]
 
 
-def _served(pieces: Sequence[Piece]) -> bool:
+def _served(pieces: Sequence[ScoredTensor]) -> bool:
     if not pieces or reason_against(pieces[0].device) is not None:
         return False
     return all(piece.device == pieces[0].device for piece in pieces)
 
 
-def _bools(piece: Piece) -> Tensor | None:
+def _bools(piece: ScoredTensor) -> Tensor | None:
     return None if piece.alive is None else as_bool(piece.alive, (piece.numel,))

@@ -33,7 +33,7 @@ from secateur.kernels.table import (
     range_of,
     to_device,
 )
-from secateur.selection.exact import Cut, Peers, Piece, Where, count_of, narrowed, refuse_nan, value_of
+from secateur.selection.exact import Cut, Peers, ScoredTensor, Where, count_of, narrowed, refuse_nan, value_of
 from secateur.selection.masks import as_bool, to_bits
 
 
@@ -49,7 +49,7 @@ class Round:
 class Engine:
     """Runs selections over pieces that share a device, with kernels (or their twins)."""
 
-    def __init__(self, ops: Any, pieces: Sequence[Piece], masks: Sequence[Tensor], peers: Peers) -> None:
+    def __init__(self, ops: Any, pieces: Sequence[ScoredTensor], masks: Sequence[Tensor], peers: Peers) -> None:
         self.ops, self.pieces, self.masks, self.peers = ops, pieces, masks, peers
         self.many = peers.size > 1
 
@@ -182,7 +182,7 @@ class Engine:
         return found[LOW], found[RANK]
 
 
-def alive_at(piece: Piece, where: Where) -> Tensor:
+def alive_at(piece: ScoredTensor, where: Where) -> Tensor:
     """Which of some places of a piece compete."""
     assert piece.alive is not None
     if piece.alive.dtype == torch.bool:
@@ -206,7 +206,7 @@ def sampled_places(numel: int, shift: int, device: torch.device) -> Iterator[Whe
 
 
 def prune_groups(
-    ops: Any, groups: Sequence[Sequence[Piece]], counts: Sequence[int], peers: Peers, packed: bool
+    ops: Any, groups: Sequence[Sequence[ScoredTensor]], counts: Sequence[int], peers: Peers, packed: bool
 ) -> tuple[list[Cut | None], list[Tensor], list[int] | None]:
     """Selections over pieces that share a device; see secateur.kernels. One look at the device for all of them, unless
     some must go slowly."""
@@ -239,7 +239,7 @@ def prune_groups(
     return cuts, masks, ops.population(masks).tolist() if slow else kept
 
 
-def wishes_for(groups: Sequence[Sequence[Piece]], counts: Sequence[int], peers: Peers) -> list[Wish]:
+def wishes_for(groups: Sequence[Sequence[ScoredTensor]], counts: Sequence[int], peers: Peers) -> list[Wish]:
     """What each group asks for, with what lives in it over all peers."""
     here = [sum(living_in(piece) for piece in group if piece.counted(peers)) for group in groups]
     living = peers.totals(here)
@@ -251,14 +251,14 @@ def wishes_for(groups: Sequence[Sequence[Piece]], counts: Sequence[int], peers: 
     return wishes
 
 
-def living_in(piece: Piece) -> int:
+def living_in(piece: ScoredTensor) -> int:
     """How many of the piece's weights compete."""
     if piece.alive is None or piece.dead is not None:
         return piece.living()
     return count_of(as_bool(piece.alive, (piece.numel,)))
 
 
-def keep_all(piece: Piece, mask: Tensor) -> None:
+def keep_all(piece: ScoredTensor, mask: Tensor) -> None:
     """A mask that removes nothing but what is dead."""
     alive = torch.ones(piece.numel, dtype=torch.bool, device=piece.device) if piece.alive is None else piece.alive
     if mask_kind(mask) != mask_kind(alive):
@@ -267,7 +267,7 @@ def keep_all(piece: Piece, mask: Tensor) -> None:
 
 
 def rank_tiles(
-    ops: Any, pieces: Sequence[Piece], widths: Sequence[int], gone: Sequence[int], packed: bool
+    ops: Any, pieces: Sequence[ScoredTensor], widths: Sequence[int], gone: Sequence[int], packed: bool
 ) -> tuple[list[Tensor], list[int]] | None:
     """Masks without the lowest of every `width` neighbours, and how many scores are NaN. None if a kernel cannot."""
     if any(width > ops.LONGEST or (packed and not ops.packs(width)) for width in widths):

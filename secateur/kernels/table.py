@@ -27,7 +27,7 @@ from secateur.scores import (
     variance,
     wanda,
 )
-from secateur.selection.exact import HIGHEST_KEY, LOWEST_KEY, Piece, sent
+from secateur.selection.exact import HIGHEST_KEY, LOWEST_KEY, ScoredTensor, sent
 
 # What kernels know how to compute. GIVEN reads scores that were evaluated beforehand.
 GIVEN, MAGNITUDE, VARIANCE, MOMENTUM, BITTER0, BITTER6, WANDA = range(7)
@@ -183,7 +183,9 @@ class Laid(NamedTuple):
 class Table:
     """The pieces of one or more selections (groups), ready for launches on one device."""
 
-    def __init__(self, pieces: Sequence[Piece], groups: Sequence[int], masks: Sequence[Tensor], rank: int = 0) -> None:
+    def __init__(
+        self, pieces: Sequence[ScoredTensor], groups: Sequence[int], masks: Sequence[Tensor], rank: int = 0
+    ) -> None:
         self.pieces, self.groups, self.masks, self.device = pieces, groups, masks, pieces[0].device
         self.mask_kind = mask_kind(masks[0])
         self.counted = [not piece.replicated or rank == 0 for piece in pieces]
@@ -207,7 +209,7 @@ class Table:
         """The number of the launch a piece belongs to."""
         return self._launch_of[piece]
 
-    def _describe(self, number: int, piece: Piece, fused: Fused | None) -> Entry:
+    def _describe(self, number: int, piece: ScoredTensor, fused: Fused | None) -> Entry:
         """All that kernels are told of a piece: what it has in common with those it shares a launch with (the fields
         of a Kind, and its own number if it goes alone), and its row of the table but for that launch."""
         alive, numel, place = piece.alive, piece.numel, self.masks[number].data_ptr()

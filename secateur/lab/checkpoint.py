@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import SaveError, SecateurError, StateError
+from secateur.errors import SaveError, SecateurError, StateError, library
 from secateur.files import check_folder, clear, locked, read_json, write
 from secateur.lab.config import Experiment
 from secateur.lab.runs import CONFIG, METRICS, SUMMARY, measure_of, read_run
 from secateur.model.distributed import like, local, unwrap, whole
 from secateur.model.prunable import plain_name
-from secateur.optional import library
 from secateur.pruner import Pruner
 
 FORMAT = 1

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from secateur.errors import ComparisonError
+from secateur.errors import ComparisonError, library
 from secateur.files import check_file, read_json, write
 from secateur.lab import record
 from secateur.lab.runs import FinishedRun, Measure, differing, measure_of, read_runs, texts
 from secateur.lab.statistics import CONFIDENCE, UNKNOWN, Estimate, exponential, percent, ratio
 from secateur.lab.tables import Entry, Row, Table, baselines, group, tables
-from secateur.optional import library
 from secateur.report import text_table
 
 PERCENT = f"{CONFIDENCE:.0%}"

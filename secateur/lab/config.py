@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from secateur import optim, regrowth
-from secateur.errors import SecateurError
+from secateur.errors import SecateurError, nearest
 from secateur.lab.models import is_language_model, parameter_groups
 from secateur.optim import PRESETS
 from secateur.pruner import Pruner
 from secateur.schedules import Schedule, check_sparsity, constant, cubic, late_cubic, linear
 from secateur.scores import resolve
 from secateur.selection import SCOPES
-from secateur.settings import from_mapping, nearest, read_toml
+from secateur.settings import from_mapping, read_toml
 
 RAMPS: dict[str, Callable[..., Schedule]] = {"cubic": cubic, "late_cubic": late_cubic, "linear": linear}
 SCHEDULES = (*RAMPS, "constant")

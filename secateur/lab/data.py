@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.errors import DataError
+from secateur.errors import DataError, nearest
 from secateur.files import existing_folder, read_json
 from secateur.integrations import text
 from secateur.integrations.text import BETWEEN, stream_documents
@@ -193,9 +192,7 @@ def load(spec: str) -> Tokens | Images:
     """The data that a spec names; see FORMS for all there are."""
     word, _, rest = spec.partition(":")
     if word not in FORMS:
-        near = difflib.get_close_matches(word, FORMS, n=1)
-        hint = f" Did you mean {FORMS[near[0]]!r}?" if near else ""
-        raise DataError(f"No data {spec!r}.{hint} Use one of {', '.join(FORMS.values())}.")
+        raise DataError(f"No data {spec!r}.{nearest(word, FORMS)} Use one of {', '.join(FORMS.values())}.")
     form = FORMS[word]
     if bool(rest) != (":" in form):
         raise DataError(f"{spec!r} {'says too much' if rest else 'does not say where'}; the form is {form!r}.")

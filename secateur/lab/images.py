@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.errors import DataError
+from secateur.errors import DataError, library
 from secateur.files import existing_folder, read_json, sole_folder
-from secateur.optional import library
 
 SLICES, SLICE = 64, 1 << 16  # of a tensor that are read for its fingerprint, and numbers in each
 

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secateur.errors import ModelError
-from secateur.optional import library
-from secateur.settings import nearest
+from secateur.errors import ModelError, library, nearest
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from secateur.errors import DataError
+from secateur.errors import DataError, library
 from secateur.files import appearing, check_folder, check_room, claimed, existing_folder, write
 from secateur.integrations.text import BETWEEN, PIECE, SOURCES, VOCABULARY, read_documents, token_pieces
 from secateur.integrations.transformers import check_free
-from secateur.optional import library
 
 CODES = {"uint16": "H", "uint32": "I"}  # as Python's arrays call them
 LETTERS = 4  # of a token, about, where tokens are not bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from secateur.errors import SaveError
+from secateur.errors import SaveError, library
 from secateur.files import appearing
 from secateur.lab.checkpoint import BEST, GPU, GRADIENT, WEIGHTS, RunFolder
 from secateur.lab.data import Tokens
@@ -19,7 +19,6 @@ from secateur.lab.monitor import Monitor
 from secateur.lab.record import commit, hardware, versions
 from secateur.lab.trainer import EXTRA, Trainer
 from secateur.model.prunable import plain_name
-from secateur.optional import library
 
 Tell = Callable[[Trainer, float], None]
 

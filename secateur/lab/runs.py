@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from secateur.errors import ComparisonError
+from secateur.errors import ComparisonError, nearest
 from secateur.files import read_json
-from secateur.settings import nearest
 
 Settings = Mapping[str, Any]
 SEED = "seed"

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from secateur.optional import library
+from secateur.errors import library
 
 CONFIDENCE = 0.95
 WILD = 10.0  # times the squares of the median row: of three seeds, one row in a thousand by chance

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from secateur.bench.measuring import positive
-from secateur.errors import SecateurError
+from secateur.errors import SecateurError, library, nearest
 from secateur.files import check_folder, check_room
 from secateur.lab.config import Experiment
 from secateur.lab.runs import CONFIG, METRICS, SUMMARY, check_fair, shown
-from secateur.optional import library
-from secateur.settings import from_mapping, nearest, read_toml
+from secateur.settings import from_mapping, read_toml
 
 ENGINES = ("local", "ray")
 TABLES = ("base", "axes")

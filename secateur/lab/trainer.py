@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import SecateurError
+from secateur.errors import SecateurError, library
 from secateur.files import PAGE, appearing
 from secateur.lab.checkpoint import CHECKPOINT, Checkpoint, Progress, RunFolder
 from secateur.lab.config import Experiment, read_experiment
@@ -21,7 +21,6 @@ from secateur.lab.data import Images, Tokens, load
 from secateur.lab.models import image_model, is_language_model, language_model, loss_of, seeded
 from secateur.lab.monitor import OneWeight, Stopwatch
 from secateur.model.distributed import local
-from secateur.optional import library
 
 EXTRA = '"secateur[lab]"'
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from secateur.errors import FactError
 from secateur.model.distributed import is_sharded, local, placement
-from secateur.model.prunable import Site
+from secateur.model.prunable import Prunable
 from secateur.scores import SCALAR_FACTS, Score, resolve, scores
 from secateur.selection import Target
-from secateur.selection.exact import ALONE, Peers, Piece, Where, flat_part, sent
+from secateur.selection.exact import ALONE, Peers, ScoredTensor, Where, flat_part, sent
 
 UNREACHED = 2.0**126  # at least this is the score of a weight that no inputs reached
 SAMPLE = 1 << 20  # weights of a matrix that are sorted to find how small the smallest are
@@ -105,7 +105,7 @@ class Facts:
     Each site is read from the optimizer that trains it.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], score: Score, sites: Sequence[Site]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], score: Score, sites: Sequence[Prunable]) -> None:
         self._optimizers, self._score = optimizers, score
         self._groups: list[dict[int, dict[str, Any]]] = [_groups_of(optimizer) for optimizer in optimizers]
         self._owners = {key: number for number, groups in enumerate(self._groups) for key in groups}
@@ -119,17 +119,17 @@ class Facts:
                 zeros = torch.zeros_like(weight, dtype=torch.float32)
                 tensors[site.name] = weight.clone() if fact == "initial_weight" else zeros
 
-    def owner(self, site: Site) -> int:
+    def owner(self, site: Prunable) -> int:
         """The number of the optimizer that trains this site."""
         return self._owners[id(site.parameter)]
 
-    def _own(self, site: Site) -> tuple[Any, Mapping[str, Any], Mapping[str, str]]:
+    def _own(self, site: Prunable) -> tuple[Any, Mapping[str, Any], Mapping[str, str]]:
         """The optimizer that trains this site, its state for it, and what some keys of that state mean."""
         optimizer = self._optimizers[self.owner(site)]
         meant = NUMBERED.get(getattr(optimizer, "optimizer_name", ""), {})
         return optimizer, optimizer.state.get(site.parameter, {}), meant
 
-    def members(self, site: Site) -> tuple[dict[str, Tensor], dict[str, Coded]]:
+    def members(self, site: Prunable) -> tuple[dict[str, Tensor], dict[str, Coded]]:
         """The optimizer's state in the weight's shape, this process's part of it, under the names scores know: float
         tensors, and what is kept as codes of a few bits (torchao, bitsandbytes)."""
         _, state, meant = self._own(site)
@@ -147,11 +147,11 @@ class Facts:
                 coded[meant.get(f"state{number}", f"state{number}")] = one
         return plain, coded
 
-    def kept_of(self, site: Site) -> list[Tensor]:
+    def kept_of(self, site: Prunable) -> list[Tensor]:
         """The facts kept on purpose about this site."""
         return [tensors[site.name] for tensors in self.kept.values()]
 
-    def has_state(self, site: Site) -> bool:
+    def has_state(self, site: Prunable) -> bool:
         """Whether the optimizer keeps anything for this site; it does once the site has had a gradient."""
         return bool(self._own(site)[1])
 
@@ -190,10 +190,10 @@ class Facts:
                 )
                 return
 
-    def _means(self, site: Site, key: str) -> str:
+    def _means(self, site: Prunable, key: str) -> str:
         return self._own(site)[2].get(key, key)
 
-    def of(self, site: Site) -> dict[str, Any]:
+    def of(self, site: Prunable) -> dict[str, Any]:
         """The facts the score reads about this site, or the error that says what is missing and what would work."""
         found = self._available(site)
         missing = [name for name in self._score.needs if name not in found]
@@ -202,7 +202,7 @@ class Facts:
         facts = {name: found[name] for name in self._score.needs}
         return {name: fact.read() if isinstance(fact, Coded) else fact for name, fact in facts.items()}
 
-    def _available(self, site: Site) -> dict[str, Any]:
+    def _available(self, site: Prunable) -> dict[str, Any]:
         """All there is to be read about this site; codes not yet decoded."""
         state = self._own(site)[1]
         facts: dict[str, Any] = {"weight": local(site.parameter.detach()), "index": None}
@@ -213,17 +213,17 @@ class Facts:
         facts |= self._betas(site)
         return facts | {fact: tensors[site.name] for fact, tensors in self.kept.items()}
 
-    def _group(self, site: Site) -> dict[str, Any]:
+    def _group(self, site: Prunable) -> dict[str, Any]:
         """The site's parameter group as it is now: loading an optimizer's state makes new ones."""
         number, key = self.owner(site), id(site.parameter)
         if not any(self._groups[number].get(key) is group for group in self._optimizers[number].param_groups):
             self._groups[number] = _groups_of(self._optimizers[number])
         return self._groups[number][key]
 
-    def _betas(self, site: Site) -> dict[str, float]:
+    def _betas(self, site: Prunable) -> dict[str, float]:
         return dict(zip(("beta1", "beta2"), self._group(site).get("betas", ()), strict=False))
 
-    def _explain(self, site: Site, missing: Sequence[str]) -> str:
+    def _explain(self, site: Prunable, missing: Sequence[str]) -> str:
         optimizer = self._own(site)[0]
         plain, coded = self.members(site)
         kind, keeps = type(optimizer).__name__, ", ".join(sorted([*plain, *coded]))
@@ -274,7 +274,7 @@ class Facts:
             if moved is not None and taken:
                 self.kept["movement_sum"][site.name].add_(moved)
 
-    def target(self, site: Site, alive: Tensor, dead: int, peers: Peers) -> Target:
+    def target(self, site: Prunable, alive: Tensor, dead: int, peers: Peers) -> Target:
         """The site as a selection sees it: scores evaluated on demand from the facts of this process's part."""
         return target_of(site, self._score, self.of(site), alive, dead, peers)
 
@@ -284,7 +284,7 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
 
 
 def target_of(
-    site: Site,
+    site: Prunable,
     score: Score,
     facts: Mapping[str, Any],
     alive: Tensor,
@@ -299,7 +299,7 @@ def target_of(
     evaluate = one_a_row(evaluate, part) if site.fragile else evaluate
     tensors = [fact for name, fact in facts.items() if isinstance(fact, Tensor) and name not in SCALAR_FACTS]
     here = all(fact.device == part.device for fact in tensors)  # or else on the host, for want of room
-    piece = Piece(
+    piece = ScoredTensor(
         site.name,
         part.numel(),
         whole.numel(),

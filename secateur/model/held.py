@@ -15,7 +15,7 @@ from secateur import kernels
 from secateur.errors import StateError
 from secateur.model.distributed import like, local, part_of, placement
 from secateur.model.facts import KEPT_FACTS, Facts
-from secateur.model.prunable import Site
+from secateur.model.prunable import Prunable
 from secateur.schedules import Clock
 from secateur.scores import mixed
 from secateur.selection.exact import Peers
@@ -89,7 +89,7 @@ DEALT = ("scope", "pattern", "allocation")  # those that say how many weights of
 
 
 def state_of(
-    settings: Mapping[str, Any], clock: Clock, asked: float, sites: Sequence[Site], held: Held, facts: Facts
+    settings: Mapping[str, Any], clock: Clock, asked: float, sites: Sequence[Prunable], held: Held, facts: Facts
 ) -> dict[str, Tensor]:
     """Settings, steps, masks packed to bits, and the facts no optimizer has; DTensors where parameters are."""
     state = {
@@ -134,7 +134,7 @@ def _is_here(saved: Tensor) -> bool:
         return False
 
 
-def masks_in(state: Mapping[str, Tensor], sites: Sequence[Site], held: Held) -> list[Tensor]:
+def masks_in(state: Mapping[str, Tensor], sites: Sequence[Prunable], held: Held) -> list[Tensor]:
     """This process's part of the saved masks, flat and stored as those that are held."""
     masks = []
     for site, shape, device in zip(sites, held.shapes, held.devices, strict=True):
@@ -143,7 +143,7 @@ def masks_in(state: Mapping[str, Tensor], sites: Sequence[Site], held: Held) -> 
     return masks
 
 
-def restore_facts(state: Mapping[str, Tensor], sites: Sequence[Site], facts: Facts) -> None:
+def restore_facts(state: Mapping[str, Tensor], sites: Sequence[Prunable], facts: Facts) -> None:
     """Copy the saved facts over those that are kept. One that was not saved stays as it is."""
     for fact, tensors in facts.kept.items():
         for site in sites:
@@ -226,7 +226,7 @@ def check_count(gone: int, total: int, asked: float, off: float, noted: Any) -> 
         )
 
 
-def rounding(sites: Sequence[Site], scope: str | None, pattern: Pattern | None) -> float:
+def rounding(sites: Sequence[Prunable], scope: str | None, pattern: Pattern | None) -> float:
     """How many weights a selection may be off the asked sparsity by, because pools and tiles are rounded one by one.
 
     Without a scope, for a state that does not tell it, half of all: only what is grossly wrong is refused.

@@ -75,7 +75,7 @@ class Kind:
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class Prunable:
     """A prunable tensor: its parameter, how rows and inputs lie in it, where it begins in the model's flat order.
 
     `reason` says why it is prunable where that is not plain from its layer. `fragile` weights are divided by the norm
@@ -117,10 +117,10 @@ class Use:
         return self.plain.rpartition(".")[0]
 
 
-Unfit = Callable[[Site], str | None]  # why a site must be left out, if it must
+Unfit = Callable[[Prunable], str | None]  # why a site must be left out, if it must
 
 
-def fits_all(site: Site) -> str | None:
+def fits_all(site: Prunable) -> str | None:
     """No site is left out."""
     return None
 
@@ -132,12 +132,12 @@ def plain_name(name: str) -> str:
     return name
 
 
-def find_sites(
+def find_prunable(
     model: nn.Module,
     skip: Globs | None = (),
     only: Globs | None = None,
     unfit: Unfit = fits_all,
-) -> tuple[list[Site], list[LeftOut]]:
+) -> tuple[list[Prunable], list[LeftOut]]:
     """Every parameter of the model, once: as a site, or left out with the reason.
 
     `skip` and `only` are glob patterns for parameter or module names. What is left out by default is pruned if `only`
@@ -152,14 +152,14 @@ def find_sites(
         named.setdefault(id(use.parameter), []).append(use)
     _check_globs(ordered, (*skip, *(only or ())))
     heads = _heads(model, ordered, modules)
-    sites: list[Site] = []
+    sites: list[Prunable] = []
     left_out: list[LeftOut] = []
     start = 0
     for uses in named.values():
         found = _judge(uses, skip, only, heads)
-        if isinstance(found, Site) and only is None and (reason := unfit(found)):
+        if isinstance(found, Prunable) and only is None and (reason := unfit(found)):
             found = LeftOut(found.name, found.parameter.numel(), reason)
-        if isinstance(found, Site):
+        if isinstance(found, Prunable):
             sites.append(replace(found, start=start))
             start += found.parameter.numel()
         else:
@@ -170,7 +170,7 @@ def find_sites(
 def unfit_for(pattern: Pattern | None) -> Unfit:
     """Says of a site whether it cannot take this pattern."""
 
-    def unfit(site: Site) -> str | None:
+    def unfit(site: Prunable) -> str | None:
         if pattern is None or fits(site.parameter.shape, site.layout, pattern):
             return None
         return f"its shape does not divide into {pattern.text}; sparsity counts the others alone"
@@ -197,7 +197,7 @@ def _uses(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[Use]:
     return found
 
 
-def _judge(uses: Sequence[Use], skip: Sequence[str], only: Sequence[str] | None, heads: set[str]) -> Site | LeftOut:
+def _judge(uses: Sequence[Use], skip: Sequence[str], only: Sequence[str] | None, heads: set[str]) -> Prunable | LeftOut:
     """One parameter, under all the names it goes by."""
     names = [use.name for use in uses]
     parameter = uses[0].parameter
@@ -221,7 +221,7 @@ def _judge(uses: Sequence[Use], skip: Sequence[str], only: Sequence[str] | None,
     asked = "" if only is None else "named by only"
     why = ", ".join(filter(None, (asked, kind.what)))
     tied = tuple(n for n in names if n != use.name)
-    return Site(use.name, parameter, kind.layout, tied, reason=why, fragile=_is_fragile(use))
+    return Prunable(use.name, parameter, kind.layout, tied, reason=why, fragile=_is_fragile(use))
 
 
 def _impossible(use: Use) -> str | None:

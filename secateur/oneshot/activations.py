@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from secateur.errors import FactError
 from secateur.model.distributed import SOLO, Ranks
-from secateur.model.prunable import Site
+from secateur.model.prunable import Prunable
 from secateur.oneshot.batches import Batch, device_of, quiet, real_positions, to_device
 
 # Where an operation takes its two factors. `linear` contracts the last dimension of both, all others the last of the
@@ -62,7 +62,7 @@ class Inputs(TorchFunctionMode):
     Each batch is summed by itself and added to the totals by `finish`, so that several ranks can add theirs in order.
     """
 
-    def __init__(self, sites: Sequence[Site], products: bool = False) -> None:
+    def __init__(self, sites: Sequence[Prunable], products: bool = False) -> None:
         super().__init__()
         self.watch(sites)
         self._products = products
@@ -75,7 +75,7 @@ class Inputs(TorchFunctionMode):
         self._totals = {"squares": self.squares, "tokens": self.tokens, "products": self.products}
         self._sums: dict[tuple[str, str], Tensor] = {}  # of the batch that is watched, by kind and site
 
-    def watch(self, sites: Sequence[Site]) -> None:
+    def watch(self, sites: Sequence[Prunable]) -> None:
         """Watch these from now on."""
         self._watched = list(sites)
         self._find()
@@ -110,7 +110,7 @@ class Inputs(TorchFunctionMode):
 
     def _find(self) -> None:
         """Weights are known by where they lie in memory; several may share a storage."""
-        self._sites: dict[int, list[Site]] = {}
+        self._sites: dict[int, list[Prunable]] = {}
         for site in self._watched:
             self._sites.setdefault(site.parameter.untyped_storage().data_ptr(), []).append(site)
 
@@ -149,7 +149,7 @@ class Inputs(TorchFunctionMode):
         flat = [t for value in given for t in (value if isinstance(value, tuple | list) else [value])]
         self.touched |= {site.name for tensor in flat if (site := self._site(tensor)) is not None}
 
-    def _site(self, weight: Any) -> Site | None:
+    def _site(self, weight: Any) -> Prunable | None:
         if not isinstance(weight, Tensor):
             return None
         weight = getattr(weight, "stands_for", weight)  # a copy that a ferry has made
@@ -164,7 +164,7 @@ class Inputs(TorchFunctionMode):
         elif (site := self._site(left)) is not None and left.ndim > 1 and func not in LINEAR:
             self._meet(site, right.mT if right.ndim > 1 else right, left, -1)
 
-    def _meet(self, site: Site, inputs: Tensor, weight: Tensor, contracted: int) -> None:
+    def _meet(self, site: Prunable, inputs: Tensor, weight: Tensor, contracted: int) -> None:
         """Inputs of a weight, along their last dimension; `contracted` is the dimension of the weight they meet."""
         stacked, width = len(site.layout.rows) > 1, site.parameter.shape[site.layout.inputs]
         square = width == site.parameter.shape[site.layout.rows[-1]] > 1
@@ -190,7 +190,7 @@ class Inputs(TorchFunctionMode):
         if real is not None and len(rows) == 1 and source.ndim == 2:
             self._selected = real.flatten()[rows[0]]
 
-    def _without_padding(self, site: Site, inputs: Tensor) -> Tensor:
+    def _without_padding(self, site: Prunable, inputs: Tensor) -> Tensor:
         """The inputs at real positions alone; all of them where they do not lie as the batch does."""
         masks = self._real if "decoder" not in site.name else self._real[::-1]
         for real in masks:
@@ -202,7 +202,7 @@ class Inputs(TorchFunctionMode):
             return inputs[self._selected]
         return inputs
 
-    def add(self, site: Site, first: int, inputs: Tensor) -> None:
+    def add(self, site: Prunable, first: int, inputs: Tensor) -> None:
         """Add inputs as the product gets them (autocast rounds them first), with sums in fp32."""
         kind = inputs.device.type
         if torch.is_autocast_enabled(kind):
@@ -210,7 +210,7 @@ class Inputs(TorchFunctionMode):
         with torch.autocast(kind, enabled=False):
             self._add(site, first, inputs)
 
-    def _add(self, site: Site, first: int, inputs: Tensor) -> None:
+    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
         """Add inputs, `[matrices, tokens, features]`, to those matrices of a site that begin at `first`."""
         matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else len(inputs)
         tokens = torch.full((len(inputs),), inputs.shape[1], dtype=torch.int64, device=inputs.device)
@@ -219,7 +219,7 @@ class Inputs(TorchFunctionMode):
         if self._products:
             self._sum("products", site, first, matrices, product_of(inputs, inputs))
 
-    def _sum(self, kind: str, site: Site, first: int, matrices: int, value: Tensor) -> None:
+    def _sum(self, kind: str, site: Prunable, first: int, matrices: int, value: Tensor) -> None:
         """Add to what this batch has for the matrices of a site that begin at `first`, of so many."""
         key = kind, site.name
         if key not in self._sums and len(value) == matrices:
@@ -229,14 +229,14 @@ class Inputs(TorchFunctionMode):
             self._sums[key] = torch.zeros(matrices, *value.shape[1:], dtype=value.dtype, device=value.device)
         self._sums[key][first : first + len(value)] += value
 
-    def reached(self, site: Site) -> Tensor:
+    def reached(self, site: Prunable) -> Tensor:
         """Of each matrix of a site, whether it had inputs. Of one that computed unseen, all count as reached."""
         matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else 1
         if site.name not in self.tokens:
             return torch.full((matrices,), site.name in self.touched, device=site.parameter.device)
         return (self.tokens[site.name] > 0)[:matrices]
 
-    def norms(self, site: Site) -> Tensor:
+    def norms(self, site: Prunable) -> Tensor:
         """Norms of input features, expanded to the shape of the site's weight; zero if there were no inputs."""
         shape = site.parameter.shape
         if site.name not in self.squares:
@@ -253,7 +253,7 @@ class Inputs(TorchFunctionMode):
 class Reach(Inputs):
     """Only counts the inputs of each matrix."""
 
-    def _add(self, site: Site, first: int, inputs: Tensor) -> None:
+    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
         matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else len(inputs)
         tokens = torch.full((len(inputs),), inputs.shape[1], dtype=torch.int64, device=inputs.device)
         self._sum("tokens", site, first, matrices, tokens)
@@ -334,7 +334,7 @@ def gather_inputs(
     watch.agree(ranks)
 
 
-def check_seen(watch: Inputs, sites: Collection[Site]) -> None:
+def check_seen(watch: Inputs, sites: Collection[Prunable]) -> None:
     """Refuse sites that compute in a way whose inputs cannot be seen. Those that did not compute at all may pass."""
     hidden = [site.name for site in sites if site.name not in watch.squares and site.name in watch.touched]
     if hidden:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.model.distributed import SOLO, Ranks
-from secateur.model.prunable import Site
+from secateur.model.prunable import Prunable
 from secateur.oneshot.batches import Batch, device_of, quiet, real_positions, to_device
 
 SAME = 0.02  # by how much, of their norm, states may differ that were computed in another order, in bf16 at worst
@@ -122,7 +122,7 @@ def find_blocks(
     model: nn.Module,
     batch: Batch,
     forward: Forward,
-    sites: Sequence[Site],
+    sites: Sequence[Prunable],
     around: Callable[[Sequence[nn.Module]], AbstractContextManager[None]] = lambda _: nullcontext(),
     device: torch.device | None = None,
 ) -> list[nn.Module]:
@@ -226,21 +226,21 @@ class Entries:
         self._returns: dict[int, int] = {}  # 0 if a block returns its state alone, or the length of a tuple with Nones
         self._trusted: dict[int, bool] = {}  # whether the loss is the same when blocks before this one are left out
 
-    def block_of(self, site: Site) -> int:
+    def block_of(self, site: Prunable) -> int:
         """The number of the block a site belongs to; 0 for what lies outside, before which nothing can be left out."""
         return next((n for n, inside in enumerate(self._inside) if id(site.parameter) in inside), 0)
 
-    def first(self, sites: Sequence[Site]) -> int:
+    def first(self, sites: Sequence[Prunable]) -> int:
         """The number of the first block that any of these belongs to."""
         return min((self.block_of(site) for site in sites), default=0)
 
-    def changed(self, sites: Sequence[Site]) -> None:
+    def changed(self, sites: Sequence[Prunable]) -> None:
         """Forget what comes after these sites."""
         first = self.first(sites)
         self._states = {number: states for number, states in self._states.items() if number <= first}
 
     @contextmanager
-    def beginning(self, sites: Sequence[Site]) -> Iterator[None]:
+    def beginning(self, sites: Sequence[Prunable]) -> Iterator[None]:
         """Inside, every batch runs once, in order; blocks before these sites are left out if what enters the first of
         theirs is known, and otherwise watched so that it will be."""
         number = self.first(sites)

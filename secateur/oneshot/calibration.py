@@ -18,7 +18,16 @@ from secateur.errors import FactError, ModelError
 from secateur.model.distributed import Gathered, fingerprint, ranks_of, reshard, unwrap
 from secateur.model.facts import least_spared, spared_share, target_of
 from secateur.model.held import Held, Masks
-from secateur.model.prunable import Globs, LeftOut, Site, Unfit, check_readable, find_sites, fits_all, nothing_to_prune
+from secateur.model.prunable import (
+    Globs,
+    LeftOut,
+    Prunable,
+    Unfit,
+    check_readable,
+    find_prunable,
+    fits_all,
+    nothing_to_prune,
+)
 from secateur.oneshot.activations import Inputs, Reach, check_seen, gather_inputs
 from secateur.oneshot.batches import (
     Batch,
@@ -207,7 +216,7 @@ class Observed:
                 found[site.name] |= {"input_norm": watch.norms(site), "reached": watch.reached(site)}
         return found
 
-    def reached(self, site: Site, facts: Mapping[str, Any]) -> Tensor:
+    def reached(self, site: Prunable, facts: Mapping[str, Any]) -> Tensor:
         """Of each matrix of a site (every expert is one), whether inputs reached it in any batch.
 
         A gradient that is not zero throughout shows it. Where it is, as in dead units or after pruning cut a layer off,
@@ -238,7 +247,7 @@ class Observed:
             )
 
     def gradients(
-        self, wanted: Collection[str], sites: Sequence[Site] | None = None, watch: Inputs | None = None
+        self, wanted: Collection[str], sites: Sequence[Prunable] | None = None, watch: Inputs | None = None
     ) -> Mapping[str, dict[str, Tensor]]:
         """Statistics of gradients, of all sites or of some; inputs may be watched in the same sweep."""
         sites = self.sites if sites is None else sites
@@ -254,7 +263,7 @@ class Observed:
                 ranks=self.ranks,
             )  # fmt: skip
 
-    def thrift(self, sites: Sequence[Site], statistics: int) -> Thrift:
+    def thrift(self, sites: Sequence[Prunable], statistics: int) -> Thrift:
         """How to gather so many statistics of these sites; worked out once for each case."""
         case = sum(site.parameter.numel() for site in sites), statistics, self.entries.first(sites)
         if self._streams:
@@ -334,20 +343,22 @@ def _usable(device: torch.device | str) -> torch.device:
     return found
 
 
-def has_gradients(site: Site, statistic: Tensor) -> Tensor:
+def has_gradients(site: Prunable, statistic: Tensor) -> Tensor:
     """Of each matrix of a site, whether a statistic of its gradients is not zero throughout."""
     matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else 1
     near = statistic.to(site.parameter.device)
     return torch.linalg.vector_norm(near.reshape(matrices, -1), float("inf"), dim=1) != 0
 
 
-def _every_site(model: nn.Module, skip: Globs, only: Globs | None, unfit: Unfit) -> tuple[list[Site], list[LeftOut]]:
+def _every_site(
+    model: nn.Module, skip: Globs, only: Globs | None, unfit: Unfit
+) -> tuple[list[Prunable], list[LeftOut]]:
     """Sites of a model, those that were frozen for training among them."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _ in flags:
             parameter.requires_grad_(parameter.is_floating_point())
-        return find_sites(model, skip, only, unfit)
+        return find_prunable(model, skip, only, unfit)
     finally:
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
@@ -511,7 +522,7 @@ class Subject(Observed):
 
 
 def scope_for(
-    score: Score, scope: str | None, pattern: Pattern | None, allocation: str | None, sites: Sequence[Site]
+    score: Score, scope: str | None, pattern: Pattern | None, allocation: str | None, sites: Sequence[Prunable]
 ) -> str:
     """The scope that is meant when none is given: that of the score's paper. Rows of WANDA are for linear layers; in
     convolutional networks, where they do worse than magnitude, all weights compete."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from secateur.errors import FactError
 from secateur.model.distributed import SOLO, Ranks
-from secateur.model.prunable import Site
+from secateur.model.prunable import Prunable
 from secateur.oneshot.activations import Inputs
 from secateur.oneshot.batches import Batch, Loss, device_of, halved, quiet, real_positions, standard_loss, to_device
 from secateur.oneshot.offload import Ferry
@@ -38,7 +38,7 @@ class Gradients:
 
     def __init__(
         self,
-        sites: Sequence[Site],
+        sites: Sequence[Prunable],
         wanted: Collection[str],
         batches: int,
         dtype: torch.dtype = torch.float32,
@@ -125,7 +125,7 @@ def rounded_by_chance(values: Tensor, draw: torch.Generator) -> Tensor:
 def gather_gradients(
     model: nn.Module,
     batches: Sequence[Batch],
-    sites: Sequence[Site],
+    sites: Sequence[Prunable],
     wanted: Collection[str],
     *,
     loss: Loss = standard_loss,

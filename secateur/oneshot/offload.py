@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from secateur.errors import FactError, ModelError
-from secateur.model.prunable import Site
+from secateur.model.prunable import Prunable
 from secateur.oneshot.batches import Batch, Loss, device_of, quiet, to_device
 from secateur.oneshot.blocks import find_blocks, standing_in
 from secateur.selection.exact import sent
@@ -121,7 +121,7 @@ def landed(tensors: Sequence[Tensor], device: torch.device) -> Iterator[None]:
             tensor.data = home
 
 
-def ferry_for(model: nn.Module, batch: Batch, loss: Loss, sites: Sequence[Site], device: torch.device) -> Ferry:
+def ferry_for(model: nn.Module, batch: Batch, loss: Loss, sites: Sequence[Prunable], device: torch.device) -> Ferry:
     """A ferry for the blocks of this model, which are found by letting a batch cross."""
 
     def around(blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
@@ -189,7 +189,7 @@ def plan(
     model: nn.Module,
     batch: Batch,
     loss: Loss,
-    sites: Sequence[Site],
+    sites: Sequence[Prunable],
     blocks: Sequence[nn.Module],
     memory: int | None,
     statistics: int = 1,
@@ -235,7 +235,9 @@ def _reason(found: Thrift, weights: int, limit: float, used: float, left: float)
     return f"Memory: {how} ({limit / 1e9:.1f} GB in all, {used / 1e9:.1f} taken, {left / 1e9:.1f} left beside a batch)."
 
 
-def activations(model: nn.Module, batch: Batch, loss: Loss, sites: Sequence[Site], blocks: Sequence[nn.Module]) -> int:
+def activations(
+    model: nn.Module, batch: Batch, loss: Loss, sites: Sequence[Prunable], blocks: Sequence[nn.Module]
+) -> int:
     """Bytes at most that a batch takes on its way forward, measured; without limit if it does not fit."""
     device = device_of(model)
     torch.cuda.empty_cache()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from secateur.errors import SecateurError
-from secateur.settings import from_mapping, nearest, read_toml
+from secateur.errors import SecateurError, nearest
+from secateur.settings import from_mapping, read_toml
 
 
 @dataclass(frozen=True)

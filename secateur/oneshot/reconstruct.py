@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from secateur.errors import FactError, PatternError
 from secateur.model.distributed import Ranks
-from secateur.model.prunable import Site, Unfit, unfit_for
+from secateur.model.prunable import Prunable, Unfit, unfit_for
 from secateur.oneshot.activations import Inputs, product_of
 from secateur.oneshot.batches import Batch, quiet, real_positions, to_device
 from secateur.oneshot.blocks import Chain, enter
@@ -151,7 +151,7 @@ def solve(aim: Tensor, start: Tensor, mask: Tensor, product: Tensor, steps: int)
 
 Calls = dict[str, list[Tensor]]  # inputs of every site, one tensor for each time it was called
 # A site, X^T X of its matrices, Z^T X with the dense model's inputs Z if they correspond, and the number of inputs.
-Work = Callable[[Site, Tensor, Tensor | None, Tensor], None]
+Work = Callable[[Prunable, Tensor, Tensor | None, Tensor], None]
 
 
 MERGED = {"cuda": 256 << 20}  # bytes of state run through a block at once; on CPUs larger batches gain nothing
@@ -164,18 +164,18 @@ class Enough(Exception):  # noqa: N818 - no error: everything that was to be see
 class Recorder(Inputs):
     """Keeps the inputs themselves, in the order in which sites are called."""
 
-    def __init__(self, sites: Sequence[Site]) -> None:
+    def __init__(self, sites: Sequence[Prunable]) -> None:
         super().__init__(sites)
         self.calls: Calls = {}
 
-    def _add(self, site: Site, first: int, inputs: Tensor) -> None:
+    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
         self.calls.setdefault(site.name, []).append(inputs.clone())
 
 
 class Paired(Inputs):
     """X^T X of some sites, and X^T Z with the inputs Z that the dense model has in the same places."""
 
-    def __init__(self, sites: Sequence[Site]) -> None:
+    def __init__(self, sites: Sequence[Prunable]) -> None:
         super().__init__(sites, products=True)
         self.crosses: dict[str, Tensor] = {}
         self._totals["crosses"] = self.crosses
@@ -189,7 +189,7 @@ class Paired(Inputs):
         self._expected = {site.name: list(dense.get(site.name, ())) for site in self._watched}
         self._left, self._strayed = sum(map(len, self._expected.values())), False
 
-    def _add(self, site: Site, first: int, inputs: Tensor) -> None:
+    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
         super()._add(site, first, inputs)
         waiting = self._expected.get(site.name)
         other = waiting.pop(0) if waiting else None
@@ -212,7 +212,7 @@ class Part:
     """A stretch of the model: its sites, and how each of its batches is run through it, as it is and with dense
     weights. Outside of blocks, layers are worked on one by one, since each may read what another has changed."""
 
-    sites: list[Site]
+    sites: list[Prunable]
     batches: int  # of this rank
     turns: int  # the batches of the rank that has most
     real: Callable[[int], list[Tensor]]  # masks of what is not padding
@@ -263,7 +263,7 @@ def _here(block: nn.Module, subject: Subject) -> AbstractContextManager[None]:
 def _block(
     chain: Chain,
     number: int,
-    sites: list[Site],
+    sites: list[Prunable],
     inside: Mapping[int, str],
     states: list[Tensor],
     dense: Any,
@@ -296,10 +296,10 @@ def _block(
     return Part(sites, count, turns, chain.real.__getitem__, lambda b: chain.run(number, b), run_dense, done)
 
 
-def in_order(subject: Subject, name: str, work: Work, dense: Mapping[str, Tensor] | None = None) -> list[Site]:
+def in_order(subject: Subject, name: str, work: Work, dense: Mapping[str, Tensor] | None = None) -> list[Prunable]:
     """Do this work on every site. With `dense`, layer after layer, each with what the dense model has in its place;
     without, block after block, which takes fewer passes. Returns the sites nothing was multiplied with."""
-    idle: list[Site] = []
+    idle: list[Prunable] = []
     ranks = subject.ranks
     stage = subject.stages.stage(name, max(1, len(subject.blocks)))
     work_through = closing(parts(subject, dense))  # so that blocks go home whatever happens
@@ -333,7 +333,7 @@ def _record(part: Part, ranks: Ranks) -> list[Calls]:
     return found
 
 
-def _together(recordings: Sequence[Calls], sites: Sequence[Site], ranks: Ranks) -> list[list[str]]:
+def _together(recordings: Sequence[Calls], sites: Sequence[Prunable], ranks: Ranks) -> list[list[str]]:
     """Sites in the order in which they are called; those called once with the same inputs in every batch of every rank
     share one product."""
     groups: list[list[str]] = []
@@ -348,7 +348,7 @@ def _together(recordings: Sequence[Calls], sites: Sequence[Site], ranks: Ranks) 
     return groups
 
 
-def _called(recordings: Sequence[Calls], sites: Sequence[Site], ranks: Ranks) -> list[str]:
+def _called(recordings: Sequence[Calls], sites: Sequence[Prunable], ranks: Ranks) -> list[str]:
     """Names of the sites that were called, in the order of all batches of all ranks."""
     numbers = {site.name: number for number, site in enumerate(sites)}
     told = ranks.tell("calls", [n for calls in recordings for n in (*(numbers[name] for name in calls), -1)])
@@ -364,7 +364,9 @@ def _alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return len(one) == len(other) <= 1 and all(map(torch.equal, one, other))
 
 
-def _visit(part: Part, groups: list[list[str]], recordings: list[Calls], work: Work, subject: Subject) -> list[Site]:
+def _visit(
+    part: Part, groups: list[list[str]], recordings: list[Calls], work: Work, subject: Subject
+) -> list[Prunable]:
     """Gather the products of some groups in one pass over the batches, then do the work on all of their sites. Returns
     those that nothing was multiplied with."""
     sites = {site.name: site for site in part.sites}
@@ -403,7 +405,7 @@ def repair(subject: Subject, dense: Mapping[str, Tensor]) -> None:
     masks = subject.masks()
     short: set[str] = set()
 
-    def work(site: Site, products: Tensor, crosses: Tensor | None, tokens: Tensor) -> None:
+    def work(site: Prunable, products: Tensor, crosses: Tensor | None, tokens: Tensor) -> None:
         weight = site.parameter.detach()
         mended, count = weight.contiguous(), len(products)
         before = as_matrices(dense[site.name].to(weight.device).contiguous(), site.layout, count)
@@ -431,7 +433,7 @@ def repair(subject: Subject, dense: Mapping[str, Tensor]) -> None:
 def sparsegpt_unfit(pattern: Pattern | None) -> Unfit:
     """Says of a site whether SparseGPT cannot give it this pattern: its columns are not the inputs of a convolution."""
 
-    def unfit(site: Site) -> str | None:
+    def unfit(site: Prunable) -> str | None:
         if site.fragile:
             return "'sparsegpt' might prune a row whole, which weight_norm divides by"
         if pattern is not None and _is_convolution(site):
@@ -441,7 +443,7 @@ def sparsegpt_unfit(pattern: Pattern | None) -> Unfit:
     return unfit
 
 
-def _is_convolution(site: Site) -> bool:
+def _is_convolution(site: Prunable) -> bool:
     return site.parameter.ndim > 2 and len(site.layout.rows) == 1
 
 
@@ -456,7 +458,7 @@ def sparsegpt(subject: Subject, sparsity: float, pattern: Pattern | None) -> lis
     masks = {name: mask.clone() for name, mask in subject.masks().items()}
     dampings: list[float] = []
 
-    def work(site: Site, products: Tensor, crosses: Tensor | None, tokens: Tensor) -> None:
+    def work(site: Prunable, products: Tensor, crosses: Tensor | None, tokens: Tensor) -> None:
         mended, kept = site.parameter.detach().contiguous(), masks[site.name].contiguous()
         total, span = mended.numel(), COLUMNS if pattern is None else pattern.inputs
         choose = cheapest(sparsity, total) if pattern is None else groups_of(pattern.kept or 0, pattern.inputs)
@@ -490,7 +492,7 @@ def sparsegpt(subject: Subject, sparsity: float, pattern: Pattern | None) -> lis
     return [mask.reshape(-1) for mask in masks.values()]
 
 
-def _note_idle(subject: Subject, idle: list[Site], what: str) -> None:
+def _note_idle(subject: Subject, idle: list[Prunable], what: str) -> None:
     if idle:
         shown = ", ".join(site.name for site in idle[:3]) + (", ..." if idle[3:] else "")
         subject.notes["idle"] = f"{len(idle)} layers that the batches never used {what}: {shown}"

@@ -22,7 +22,7 @@ from secateur.selection.exact import (
     CHUNK,
     Cut,
     Peers,
-    Piece,
+    ScoredTensor,
     Where,
     flat_part,
     prune_exactly,
@@ -101,7 +101,7 @@ def fulfil(targets: Sequence[Target], quota: Quota, peers: Peers = ALONE, packed
     return Selection(masks, cuts * len(masks) if quota.scope == "model" else cuts, kept)
 
 
-def _gone(pieces: Sequence[Piece], peers: Peers) -> list[int]:
+def _gone(pieces: Sequence[ScoredTensor], peers: Peers) -> list[int]:
     """How many weights of each piece do not compete, over all peers."""
     return peers.totals([piece.numel - piece.living() if piece.counted(peers) else 0 for piece in pieces])
 
@@ -134,7 +134,7 @@ def _choose_blocks(
     return Selection(masks, chosen.cuts)
 
 
-def _pooled(piece: Piece, tiling: Tiling) -> Piece:
+def _pooled(piece: ScoredTensor, tiling: Tiling) -> ScoredTensor:
     """The piece whose weights are the tiles: alive if any member is, scored by the sum of the living."""
 
     def over_slabs(tiles: Where | None, pool: Callable[[Where], Tensor]) -> Tensor:
@@ -214,7 +214,7 @@ def _target_from(name: str, scores: Tensor, alive: Mapping[str, Tensor] | None) 
     living = None if alive is None or name not in alive else alive[name].to(torch.bool)
     if living is not None and living.shape != scores.shape:
         raise PatternError(f"alive[{name!r}] has shape {tuple(living.shape)}, its scores {tuple(scores.shape)}.")
-    piece = Piece(
+    piece = ScoredTensor(
         name,
         scores.numel(),
         scores.numel(),
@@ -255,7 +255,7 @@ def selector(
 class Target:
     """A tensor to select in: its piece, its shape here and over all peers, and how rows and inputs lie in it."""
 
-    piece: Piece
+    piece: ScoredTensor
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     layout: Layout
@@ -308,13 +308,13 @@ def rank(
     return Selection(masks, [None] * len(masks))
 
 
-def _rank_long_tile(piece: Piece, tiling: Tiling, tile: Where, count: int, mask: Tensor) -> int:
+def _rank_long_tile(piece: ScoredTensor, tiling: Tiling, tile: Where, count: int, mask: Tensor) -> int:
     """A tile too long to rank in one go is a little model of its own. Returns how many of its scores are NaN."""
 
     def score(places: Where) -> Tensor:
         return piece.score(tiling.members(tile, places))
 
-    alone = Piece(piece.name, tiling.size, tiling.size, score, piece.device)
+    alone = ScoredTensor(piece.name, tiling.size, tiling.size, score, piece.device)
     if piece.alive is not None:
         alive = torch.cat([piece.alive[tiling.members(tile, chunk)] for chunk in alone.chunks()])
         alone = replace(alone, alive=alive)

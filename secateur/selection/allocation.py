@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from secateur.errors import PatternError
-from secateur.selection.exact import Peers, Piece, keys_of, refuse_nan, values_of
+from secateur.selection.exact import Peers, ScoredTensor, keys_of, refuse_nan, values_of
 
 ALLOCATIONS = ("uniform", "erk", "depth", "owl", "lamp")
 
@@ -25,7 +25,7 @@ LAMP_BINS = 0x7F800000 >> LAMP_SHIFT
 
 def allocate(
     name: str,
-    pieces: Sequence[Piece],
+    pieces: Sequence[ScoredTensor],
     fans: Sequence[int],
     gone: Sequence[int],
     sparsity: float,
@@ -94,7 +94,7 @@ def spread(shares: Sequence[float], lower: Sequence[int], upper: Sequence[int], 
     return counts
 
 
-def lamp_histogram(piece: Piece, peers: Peers) -> Tensor:
+def lamp_histogram(piece: ScoredTensor, peers: Peers) -> Tensor:
     """Living scores of a piece by the leading bits of their keys, over all peers."""
     counts = torch.zeros(LAMP_BINS + 3, dtype=torch.int64, device="cpu")  # the last two count negatives and NaN
     piece = piece.unpacked()

@@ -126,7 +126,7 @@ def without_lowest(keys: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ScoredTensor:
     """One tensor's part in a selection, as this process sees it."""
 
     name: str
@@ -142,7 +142,7 @@ class Piece:
     def counted(self, peers: Peers) -> bool:
         return not self.replicated or peers.rank == 0
 
-    def unpacked(self) -> Piece:
+    def unpacked(self) -> ScoredTensor:
         """The same with its mask as bools, which is what torch can index."""
         if self.alive is None or self.alive.dtype == torch.bool:
             return self
@@ -223,7 +223,7 @@ def _narrow(
     return low, high, rank
 
 
-def prune_exactly(pieces: Sequence[Piece], count: int, peers: Peers = ALONE) -> tuple[Cut | None, list[Tensor]]:
+def prune_exactly(pieces: Sequence[ScoredTensor], count: int, peers: Peers = ALONE) -> tuple[Cut | None, list[Tensor]]:
     """Flat bool masks (True = kept) with exactly `count` of the living weights gone, those of lowest score."""
     living = peers.totals([sum(piece.living() for piece in pieces if piece.counted(peers))])[0]
     count = min(max(count, 0), living)
@@ -250,7 +250,7 @@ def prune_exactly(pieces: Sequence[Piece], count: int, peers: Peers = ALONE) -> 
     return Cut(value_of(key), ties), masks
 
 
-def _everything(piece: Piece) -> Tensor:
+def _everything(piece: ScoredTensor) -> Tensor:
     return torch.ones(piece.numel, dtype=torch.bool, device=piece.device)
 
 
@@ -264,7 +264,7 @@ def narrowed(bracket: tuple[int, int], count: int, below: int, middle: int) -> t
     return low, high, count - below
 
 
-def _bracket(pieces: Sequence[Piece], fraction: float, peers: Peers) -> tuple[int, int]:
+def _bracket(pieces: Sequence[ScoredTensor], fraction: float, peers: Peers) -> tuple[int, int]:
     """Two keys that hold the cut between them, most likely; everything when all of it can be collected anyway."""
     total = sum(piece.total for piece in pieces)
     if total <= COLLECTED // 2:
@@ -283,7 +283,7 @@ def _bracket(pieces: Sequence[Piece], fraction: float, peers: Peers) -> tuple[in
     return around(first)[0] if first > 0 else LOWEST_KEY, around(last)[1] if last <= size else HIGHEST_KEY
 
 
-def _sample(piece: Piece, share: float) -> Tensor:
+def _sample(piece: ScoredTensor, share: float) -> Tensor:
     """Keys of about `share` of the piece, in short runs spread evenly with a fixed jitter: no random state is used."""
     runs = min(math.ceil(share * piece.numel / RUN), piece.numel // RUN)
     number = torch.arange(runs, dtype=torch.float64, device="cpu")
@@ -297,7 +297,7 @@ def _sample(piece: Piece, share: float) -> Tensor:
 class _Stream:
     """All of a piece, evaluated again each time it is walked through."""
 
-    piece: Piece
+    piece: ScoredTensor
 
     def __iter__(self) -> Iterator[tuple[Where, Tensor]]:
         return ((chunk, self.piece.keys(chunk)) for chunk in self.piece.chunks())
@@ -313,7 +313,7 @@ class _Swept:
 
 
 def _sweep(
-    piece: Piece, least: float, most: float, room: int, buffers: dict[torch.device, tuple[Tensor, Tensor]]
+    piece: ScoredTensor, least: float, most: float, room: int, buffers: dict[torch.device, tuple[Tensor, Tensor]]
 ) -> _Swept:
     """One pass over a piece: settle what is outside [least, most], collect what is inside.
 
@@ -345,7 +345,7 @@ def _sweep(
     return _Swept(mask, below, middle, spoiled, collected)
 
 
-def _tally(pieces: Sequence[Piece], swept: Sequence[_Swept], room: int, peers: Peers) -> tuple[int, int, bool]:
+def _tally(pieces: Sequence[ScoredTensor], swept: Sequence[_Swept], room: int, peers: Peers) -> tuple[int, int, bool]:
     """Below, inside, and whether every peer had room, over all peers. NaN raises on every one of them alike."""
     counted = [sweep for piece, sweep in zip(pieces, swept, strict=True) if piece.counted(peers)]
     here = [sum(s.below for s in counted), sum(s.middle for s in counted), int(room < 0)]
@@ -364,7 +364,7 @@ def refuse_nan(names: Sequence[str], counts: Sequence[int]) -> None:
         )
 
 
-def _quotas(pieces: Sequence[Piece], equal: Sequence[int], ties: int, peers: Peers) -> list[int]:
+def _quotas(pieces: Sequence[ScoredTensor], equal: Sequence[int], ties: int, peers: Peers) -> list[int]:
     """How many of the scores equal to the cut each piece here gives up, taking them in (tensor, rank) order."""
     columns = [0 if piece.replicated else peers.rank for piece in pieces]
     table = torch.zeros(len(pieces), peers.size, dtype=torch.int64, device="cpu")

@@ -1,8 +1,8 @@
 """The campaign on record: tables and pictures of docs/results.md from the files `secateur compare --json` wrote.
 
-    python -m secateur.lab.results
+    python -m tools.results
 
-draws docs/figures anew; `python -m secateur.bench.tables` writes the tables.
+draws docs/figures anew; `python -m tools.tables` writes the tables.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rewrite the generated parts of README.md and docs from benchmarks/results and from the code.
 
-    python -m secateur.bench.tables [--check]
+    python -m tools.tables [--check]
 
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. With --check nothing is written and the
 exit code says whether anything would change.
@@ -20,10 +20,10 @@ import secateur
 from secateur.bench import accuracy, pace, probe, quality, scale, select, step, train
 from secateur.bench import select as select_gpu
 from secateur.files import write
-from secateur.lab import results
 from secateur.lab.record import ROOT, results_folder
 from secateur.report import markdown_table
 from secateur.scores import resolve
+from tools import results
 
 NOT_YET = "not measured yet"
 CPU, GPU = "cpu", "gpu"
