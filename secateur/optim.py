@@ -22,7 +22,7 @@ from torch.optim.optimizer import _use_grad_for_differentiable
 from secateur import kernels
 from secateur.errors import ScheduleError, StateError
 from secateur.kernels import reference
-from secateur.kernels.reference import Hyper, Part
+from secateur.kernels.reference import AdamWTensors, Hyper
 from secateur.model.distributed import local
 from secateur.selection.masks import to_bits
 
@@ -295,7 +295,7 @@ class AdamW(torch.optim.AdamW):
         largest = lists[4] or [None] * len(lists[0])
         fast, slow = [], []
         for p, g, m, v, top, _ in zip(*lists[:4], largest, lists[5], strict=True):
-            part = Part(p, g, m, v, top, self.state[p]["step"], self._masks.get(id(p)))
+            part = AdamWTensors(p, g, m, v, top, self.state[p]["step"], self._masks.get(id(p)))
             here = _local(part)
             if kernels.takes(here, group):
                 fast.append(replace(here, step=self._step_on(p, torch.device("cpu"))))
@@ -361,7 +361,7 @@ class AdamW(torch.optim.AdamW):
         return soften(self.spam, norms, norm.float(), self.taken)
 
 
-def _local(part: Part) -> Part:
+def _local(part: AdamWTensors) -> AdamWTensors:
     """The same with only what this process holds of every tensor."""
     return replace(
         part,

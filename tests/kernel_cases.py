@@ -12,7 +12,7 @@ from torch import Tensor
 
 import secateur as sc
 from secateur.kernels import reference, select
-from secateur.kernels.reference import Hyper, Part
+from secateur.kernels.reference import AdamWTensors, Hyper
 from secateur.model.facts import evaluator
 from secateur.scores import resolve
 from secateur.selection.exact import ALONE, ScoredTensor, prune_exactly
@@ -98,8 +98,6 @@ class Lockstep:
     def __getattr__(self, name: str) -> Any:
         if name == "population":
             return self._population
-        if name in ("LONGEST", "packs"):
-            return getattr(self.kernels, name)
         return lambda *given, **named: self._both(name, given, named)
 
     def _population(self, masks: Sequence[Tensor]) -> Tensor:
@@ -132,30 +130,30 @@ def _copied(value: Any) -> Any:
 
 def _compare(name: str, value: Any, twin: Any) -> None:
     if hasattr(value, "masks"):
-        for piece, a, b in zip(value.pieces, value.masks, twin.masks, strict=True):
-            assert torch.equal(as_bool(a, (piece.numel,)), as_bool(b, (piece.numel,))), f"{name}: masks"
+        for tensor, a, b in zip(value.tensors, value.masks, twin.masks, strict=True):
+            assert torch.equal(as_bool(a, (tensor.numel,)), as_bool(b, (tensor.numel,))), f"{name}: masks"
         return
-    for key in ("ranges", "counts", "counters", "failed", "spoiled", "equal"):
+    for key in ("ranges", "histogram", "counters", "failed", "nan_counts", "tie_counts"):
         assert torch.equal(getattr(value, key), getattr(twin, key)), f"{name}: {key}"
     if value.inside.dtype == torch.int32:  # a careful sweep has counted there
         assert torch.equal(value.inside, twin.inside), f"{name}: inside"
     for group in range(value.groups):
         for column, memory in ((reference.WORDS, ("words",)), (reference.LISTED, ("positions", "keys"))):
             place = reference._collected(value, group, column)
-            mine, theirs = ([getattr(board, part)[place].long() for part in memory] for board in (value, twin))
+            mine, theirs = ([getattr(state, part)[place].long() for part in memory] for state in (value, twin))
             order, others = mine[0].argsort(), theirs[0].argsort()  # programs finish in any order
             assert all(torch.equal(a[order], b[others]) for a, b in zip(mine, theirs, strict=True)), f"{name}: {memory}"
 
 
 def parts_for(
     device: torch.device, parameter: torch.dtype, state: torch.dtype, mask: str | None, hyper: Hyper
-) -> Iterator[Part]:
+) -> Iterator[AdamWTensors]:
     """Parameters of several sizes part way through training."""
     for size in (2048 * 2, 77, 16):
         values = torch.randn(4, size)
         kept = (torch.rand(size) < 0.5).to(device)
         largest = values[3].square().mul(2e-6).to(device, state) if hyper.amsgrad else None
-        yield Part(
+        yield AdamWTensors(
             values[0].mul(0.02).to(device, parameter),
             values[1].mul(1e-3).to(device, parameter),
             values[2].mul(1e-4).to(device, state),

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-from secateur.kernels import table
+from secateur.kernels import select
 from tests.kernel_cases import masks_of
 
 # See tests/test_kernels.py for why the square root is lent.
@@ -31,7 +31,7 @@ def whole(mask: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    table.SMALL, table.FIRST_LOOK = 256, 128
+    select.SMALL, select.COARSE_SAMPLE = 256, 128
     for settings in (
         {"score": "bitter7", "sparsity": 0.6},
         {"score": "magnitude", "sparsity": 0.4, "scope": "layer"},

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import secateur as sc
-from secateur.kernels import prune_groups, select, table
+from secateur.kernels import prune_groups, select
+from secateur.selection.exact import ALONE
 from tests import kernel_cases as cases
 
 pytestmark = [
@@ -30,8 +31,8 @@ def ops() -> Any:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "SMALL", 1 << 10)
-    monkeypatch.setattr(table, "FIRST_LOOK", 1 << 9)
+    monkeypatch.setattr(select, "SMALL", 1 << 10)
+    monkeypatch.setattr(select, "COARSE_SAMPLE", 1 << 9)
 
 
 PAIRS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
@@ -72,14 +73,14 @@ def test_every_kernel_and_its_twin_on_the_gpu(small: None) -> None:
 
 def test_no_launch_per_tensor(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = []
-    real = ops.launch
+    real = ops.launch_kernel
     monkeypatch.setattr(
-        ops, "launch", lambda kernel, *rest, **named: launches.append(kernel) or real(kernel, *rest, **named)
+        ops, "launch_kernel", lambda kernel, *rest, **named: launches.append(kernel) or real(kernel, *rest, **named)
     )
     for tensors in (3, 300):
         launches.clear()
         pieces = cases.pieces_for("bitter7", GPU, [4096] * tensors)
-        select.prune_groups(ops, [pieces], [tensors * 1000], sc.selection.ALONE, True)
+        select.prune_groups(ops, [pieces], [tensors * 1000], ALONE, True)
         assert len(launches) < 20
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 import os
 import subprocess
 import sys
@@ -19,8 +21,8 @@ from torch import nn
 import secateur as sc
 from secateur import kernels
 from secateur.errors import ScoreError
-from secateur.kernels import select, table
-from secateur.kernels.reference import Hyper, Part
+from secateur.kernels import reference, select
+from secateur.kernels.reference import AdamWTensors, Hyper
 from secateur.kernels.table import plan_for
 from secateur.scores import resolve
 from secateur.selection import Target, choose
@@ -60,9 +62,9 @@ def interpreted() -> Iterator[None]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that happens to large models happens at a few thousand weights."""
-    monkeypatch.setattr(table, "SMALL", 1 << 10)
-    monkeypatch.setattr(table, "FIRST_LOOK", 1 << 9)
-    monkeypatch.setattr(table, "GIVEN_TILES", 1)
+    monkeypatch.setattr(select, "SMALL", 1 << 10)
+    monkeypatch.setattr(select, "COARSE_SAMPLE", 1 << 9)
+    monkeypatch.setattr(select, "GIVEN_TILES", 1)
 
 
 @pytest.fixture
@@ -72,10 +74,34 @@ def ops() -> Any:
     return cases.Lockstep(launch)
 
 
+@pytest.mark.parametrize("protocol", [select.SelectionOps, select.RankOps])
+def test_kernels_and_their_twins_take_the_same_arguments(protocol: type) -> None:
+    """mypy checks `launch` where it is passed to a selection; nothing passes `reference` but tests."""
+    from secateur.kernels import launch
+
+    wanted = {name: found for name, found in vars(protocol).items() if not name.startswith("_")}
+    assert wanted
+    for name, method in wanted.items():
+        _, *arguments = inspect.signature(method).parameters.values()  # without self
+        for module in (launch, reference):
+            found = inspect.signature(getattr(module, name))
+            assert list(found.parameters.values()) == arguments, (module.__name__, name)
+            assert found.return_annotation == inspect.signature(method).return_annotation
+
+
 @pytest.mark.parametrize("score", cases.FUSED)
 def test_every_fused_score(score: str, ops: Any, small: None) -> None:
     cases.check_selection(ops, cases.pieces_for(score, CPU, change=cases.extremes), 0.37, packed=True)
-    assert ops.called.keys() >= {"survey", "narrow", "sweep", "unfold", "tally", "settle", "order", "population"}
+    assert ops.called.keys() >= {
+        "sample_histogram",
+        "narrow_ranges",
+        "sweep",
+        "score_candidates",
+        "count_candidates",
+        "apply_cut",
+        "prune_ties",
+        "population",
+    }
 
 
 @pytest.mark.parametrize("weight", cases.DTYPES)
@@ -92,19 +118,19 @@ def test_every_dtype_and_kind_of_mask(weight: torch.dtype, state: torch.dtype, o
 def test_heavy_ties_take_the_slow_way(
     alive: str | None, share: float, ops: Any, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table, "room_for", lambda wish: min(wish.total, 64))
+    monkeypatch.setattr(select, "capacity_for", lambda request: min(request.total, 64))
     pieces = cases.pieces_for("bitter7", CPU, alive=alive, change=cases.ties)
     cases.check_selection(ops, pieces, share, packed=alive == "bits")
-    assert "give_up" in ops.called
+    assert "prune_many_ties" in ops.called
 
 
 def test_scores_without_a_kernel_are_handed_over(ops: Any, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for packed, alive in ((True, "bits"), (False, None)):
         cases.check_selection(ops, cases.pieces_for("bitter5", CPU, alive=alive), 0.6, packed)
         with monkeypatch.context() as patch:
-            patch.setattr(table, "room_for", lambda wish: min(wish.total, 64))
+            patch.setattr(select, "capacity_for", lambda request: min(request.total, 64))
             cases.check_selection(ops, cases.pieces_for("bitter5", CPU, alive=alive, change=cases.ties), 0.3, packed)
-    assert ops.called.keys() >= {"count", "give_up"}
+    assert ops.called.keys() >= {"add_scores", "prune_many_ties"}
 
 
 def test_different_kinds_and_layers_share_a_selection(ops: Any, small: None) -> None:
@@ -121,12 +147,12 @@ def test_different_kinds_and_layers_share_a_selection(ops: Any, small: None) -> 
 
 
 def test_a_sample_that_misleads(ops: Any, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "SIGMAS", 0.0)
-    monkeypatch.setattr(table, "room_for", lambda wish: min(wish.total, 64))
+    monkeypatch.setattr(select, "SIGMAS", 0.0)
+    monkeypatch.setattr(select, "capacity_for", lambda request: min(request.total, 64))
     for seed in range(4):
         torch.manual_seed(seed)
         cases.check_selection(ops, cases.pieces_for("variance", CPU, (9000, 700)), 0.5, packed=seed % 2 == 0)
-    assert "give_up" in ops.called
+    assert "prune_many_ties" in ops.called
 
 
 @pytest.mark.parametrize("layers", [False, True])
@@ -161,7 +187,7 @@ def test_one_look_at_the_device(ops: Any, small: None, monkeypatch: pytest.Monke
 
     pieces = cases.pieces_for("bitter7", CPU, (9000, 700))
     count = 4000
-    monkeypatch.setattr(launch, "launch", lambda *_, **__: None)
+    monkeypatch.setattr(launch, "launch_kernel", lambda *_, **__: None)
     select.prune_groups(launch, [pieces], [count], ALONE, True)
     assert looks == ["tolist"]
 
@@ -193,11 +219,11 @@ def test_rows_and_groups(pattern: str | None, shape: tuple[int, int], alive: str
 
 
 def test_the_ranking_kernel_and_its_twin() -> None:
-    from secateur.kernels import select_triton
+    from secateur.kernels import launch
 
     for packed in (False, True):
         pieces = cases.pieces_for("bitter7", CPU, (4 * 96, 2 * 96), alive="bits" if packed else "bool")
-        done = select.rank_tiles(cases.Lockstep(select_triton), pieces, [96, 48], [40, 20], packed)
+        done = select.rank_tiles(cases.Lockstep(launch), pieces, [96, 48], [40, 20], packed)
         assert done is not None
 
 
@@ -235,7 +261,9 @@ def test_a_step_by_kernel_counts_and_warns_as_torchs_does() -> None:
     memory = torch.full((128,), 7.0, dtype=torch.bfloat16)
     optimizer.state[weight]["exp_avg_sq"] = memory[:64].fill_(1e-3)
     group = optimizer.param_groups[0]
-    part = Part(weight, weight.grad, optimizer.state[weight]["exp_avg"], memory[:64], None, torch.tensor(1.0), None)
+    part = AdamWTensors(
+        weight, weight.grad, optimizer.state[weight]["exp_avg"], memory[:64], None, torch.tensor(1.0), None
+    )
     assert not kernels.takes(part, group)
     assert kernels.takes(replace(part, exp_avg_sq=torch.ones(64)), group)
 
@@ -355,14 +383,14 @@ def test_biases_are_those_of_torchs_fused_step(beta: float, step: float) -> None
 def test_smallest_numbers_are_not_lost_by_quick_roots(score: str) -> None:
     plan = plan_for(resolve(score))
     assert plan is not None
-    assert not plan.rough  # quick roots take numbers below 1e-38 for zero
+    assert not plan.fast_math  # quick roots take numbers below 1e-38 for zero
 
 
 @pytest.mark.parametrize("score", ["magnitude", "wanda", "bitter0", "bitter3", "bitter7", "bitter8"])
 def test_other_scores_take_quick_roots_first(score: str) -> None:
     plan = plan_for(resolve(score))
     assert plan is not None
-    assert plan.rough
+    assert plan.fast_math
 
 
 def test_a_pruner_on_kernels_equals_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,14 +423,18 @@ def test_a_pruner_on_kernels_equals_one_without(monkeypatch: pytest.MonkeyPatch)
         assert all(torch.equal(mask, ours.masks[name]) for name, mask in plain.masks.items())
 
 
-def test_who_serves_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_and_the_reason_for_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert kernels.reason_against(CPU) is None
     monkeypatch.setenv("SECATEUR_KERNELS", "off")
-    assert kernels.reason_against(CPU) == "SECATEUR_KERNELS=off"
+    assert kernels.reason_against(CPU) == "SECATEUR_KERNELS=off is set"
     monkeypatch.delenv("SECATEUR_KERNELS")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert kernels.reason_against(CPU) == "plain torch serves CPUs"
-    assert "NVIDIA" in str(kernels.reason_against(torch.device("mps")))
+    assert kernels.reason_against(CPU) == "the kernels do not run on CPUs"
+    kernels._reason.cache_clear()
+    with caplog.at_level(logging.INFO, "secateur"):
+        for _ in range(2):
+            assert "NVIDIA" in str(kernels.reason_against(torch.device("mps")))
+    assert caplog.messages == [f"mps: plain torch, no Triton kernels: {kernels.reason_against(torch.device('mps'))}"]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     kernels._reason.cache_clear()
     assert kernels.reason_against(torch.device("cuda")) == "triton is not installed"

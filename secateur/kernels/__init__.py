@@ -1,12 +1,14 @@
-"""Kernels: exact selection, ranking and masking on whatever device the tensors are. The only place that asks which.
+"""Exact selection, ranking, masking and AdamW on the device of the tensors. This is the one place that picks a backend.
 
-Triton serves CUDA devices; plain torch serves all others, and these too with SECATEUR_KERNELS=off. On one device both
-give the same masks. Where TRITON_INTERPRET=1 is set, Triton's interpreter serves the CPU: so the kernels are tested.
+Triton kernels run on NVIDIA GPUs. Plain torch runs everywhere else, and on GPUs too with SECATEUR_KERNELS=off. Both
+give the same masks on one device. With TRITON_INTERPRET=1 Triton's interpreter runs the kernels on the CPU, which is
+how they are tested. `reason_against` says why a device does not use Triton, and the choice is logged once per device.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,92 +19,100 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from secateur.kernels.reference import Hyper, Part
+from secateur.kernels import reference, select
+from secateur.kernels.reference import AdamWTensors, Hyper
+from secateur.kernels.table import FLOATS
 from secateur.selection import exact
 from secateur.selection.exact import ALONE, Cut, Peers, ScoredTensor, count_of, refuse_nan
 from secateur.selection.masks import as_bool, from_bits, to_bits
 
+LOG = logging.getLogger("secateur")
+
 
 class Pruned(NamedTuple):
-    """What became of some selections: a cut for each, and for each piece its mask."""
+    """The outcome of several selections: a cut for each group, a mask for each tensor."""
 
     cuts: list[Cut | None]
     masks: list[Tensor]
-    kept: list[int] | None  # how many weights each mask keeps, where that was found in passing
+    kept: list[int] | None  # how many weights each mask keeps, where that was counted anyway
 
 
 def reason_against(device: torch.device) -> str | None:
-    """Why Triton does not serve this device, or None if it does."""
+    """Why tensors on this device do not use the Triton kernels, or None if they do."""
     return _reason(device, os.environ.get("SECATEUR_KERNELS") == "off", os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @lru_cache(maxsize=64)
 def _reason(device: torch.device, off: bool, interpreted: bool) -> str | None:
+    reason = _find_reason(device, off, interpreted)
+    LOG.info("%s: %s", device, "Triton kernels" if reason is None else f"plain torch, no Triton kernels: {reason}")
+    return reason
+
+
+def _find_reason(device: torch.device, off: bool, interpreted: bool) -> str | None:
     if off:
-        return "SECATEUR_KERNELS=off"
+        return "SECATEUR_KERNELS=off is set"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu":
-        return None if interpreted else "plain torch serves CPUs"
+        return None if interpreted else "the kernels do not run on CPUs"
     if device.type != "cuda" or torch.version.hip is not None:
-        return f"there are kernels for NVIDIA GPUs only, not for {device.type if device.type != 'cuda' else 'ROCm'}"
+        return f"the kernels run on NVIDIA GPUs only, not on {device.type if device.type != 'cuda' else 'ROCm'}"
     if torch.cuda.get_device_capability(device) < (7, 0):
         return "Triton needs compute capability 7.0 or later"
     return None
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether Triton serves the one device all of these are on."""
+    """Whether all tensors are on one device and that device uses the Triton kernels."""
     devices = {tensor.device for tensor in tensors}
     return len(devices) == 1 and reason_against(devices.pop()) is None
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Launches go to the current device, so it must be this one."""
+    """Make this the current CUDA device: Triton launches on the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def prune_groups(
     groups: Sequence[Sequence[ScoredTensor]], counts: Sequence[int], peers: Peers = ALONE, packed: bool = False
 ) -> Pruned:
-    """For each group of pieces, a selection of its own: exactly `count` more of its living weights go.
+    """Prune exactly `count` more living weights of each group, those with the lowest scores in that group.
 
-    Masks are flat and in the order of the pieces: bool, or one bit a weight when `packed`.
+    Masks are flat, in the order of the tensors: bool, or one bit per weight when `packed`.
     """
-    pieces = [piece for group in groups for piece in group]
-    if not _served(pieces):
-        plain = [[replace(piece, alive=_bools(piece)) for piece in group] for group in groups]
+    tensors = [tensor for group in groups for tensor in group]
+    if not _uses_kernels(tensors):
+        plain = [[replace(tensor, alive=_bool_alive(tensor)) for tensor in group] for group in groups]
         done = [exact.prune_exactly(group, count, peers) for group, count in zip(plain, counts, strict=True)]
         masks = [mask for _, found in done for mask in found]
         kept = [count_of(mask) for mask in masks]
         return Pruned([cut for cut, _ in done], [to_bits(mask) for mask in masks] if packed else masks, kept)
-    from secateur.kernels import launch, select
+    from secateur.kernels import launch  # imports triton, which is optional
 
-    with on(pieces[0].device):
+    with on(tensors[0].device):
         return Pruned(*select.prune_groups(launch, groups, counts, peers, packed))
 
 
 def rank_tiles(
-    pieces: Sequence[ScoredTensor], widths: Sequence[int], gone: Sequence[int], peers: Peers, packed: bool
+    tensors: Sequence[ScoredTensor], widths: Sequence[int], gone: Sequence[int], peers: Peers, packed: bool
 ) -> list[Tensor] | None:
-    """Masks without the lowest of every `width` neighbours, or None where that is for plain torch to do."""
-    if not _served(pieces):
+    """Masks without the `gone` lowest of every `width` neighbours, or None where plain torch must do it."""
+    if not _uses_kernels(tensors):
         return None
-    from secateur.kernels import select, select_triton
+    from secateur.kernels import launch
 
-    with on(pieces[0].device):
-        done = select.rank_tiles(select_triton, pieces, widths, gone, packed)
+    with on(tensors[0].device):
+        done = select.rank_tiles(launch, tensors, widths, gone, packed)
     if done is None:
         return None
-    masks, spoiled = done
-    refuse_nan([piece.name for piece in pieces], peers.totals(spoiled))
+    masks, nan_counts = done
+    refuse_nan([tensor.name for tensor in tensors], peers.totals(nan_counts))
     return masks
 
 
 def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
-    """Zero, in place, what the masks say is gone: each bool in its tensor's shape, or flat bits."""
-    from secateur.kernels import reference
-
+    """Zero pruned entries in place. A mask is bool in its tensor's shape, or flat bits."""
     slow: list[tuple[Tensor, Tensor]] = []
     fast: list[tuple[Tensor, Tensor]] = []
     for tensor, mask in zip(tensors, masks, strict=True):
@@ -120,23 +130,34 @@ def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
 
 
 def written(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd that kernels wrote here: a backward pass that needs the old values must fail, not be wrong."""
+    """Tell autograd that kernels wrote here, so that a backward pass that needs the old values fails."""
     torch.autograd.graph.increment_version(tensors)
 
 
-def takes(part: Part, group: Mapping[str, Any]) -> bool:
-    """Whether the AdamW kernel can take this part: plain floats in flat order on a device it serves, and no setting
-    that asks for torch's own way."""
+def population(masks: Sequence[Tensor]) -> list[int]:
+    """How many weights each mask keeps, with one sync for all masks."""
+    if masks and serves(*masks):
+        from secateur.kernels import adamw
+
+        with on(masks[0].device):
+            return adamw.population(masks).tolist()
+    whole = (mask.view(-1) if mask.dtype == torch.bool else from_bits(mask, 8 * mask.numel()) for mask in masks)
+    return [count_of(mask) for mask in whole]
+
+
+def takes(part: AdamWTensors, group: Mapping[str, Any]) -> bool:
+    """Whether the AdamW kernel can step this parameter: contiguous floats on a device with kernels, and no option of
+    the parameter group that needs torch's own step."""
     if group["foreach"] or group["capturable"] or group["differentiable"] or isinstance(group["lr"], Tensor):
         return False
     tensors = [*part.tensors, part.gradient, *([] if part.mask is None else [part.mask])]
-    floats = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (*part.tensors, part.gradient))
+    floats = all(tensor.dtype in FLOATS for tensor in (*part.tensors, part.gradient))
     alike = len({t.dtype for t in part.tensors[1:]}) == 1 and len({t.shape for t in part.tensors}) == 1
     return floats and alike and serves(*tensors) and all(tensor.is_contiguous() for tensor in tensors)
 
 
-def prepare_adamw(parts: Sequence[Part], hyper: Hyper) -> list[Any]:
-    """Steps of AdamW by kernel, for parts that it takes: one for each device, to be taken again and again."""
+def prepare_adamw(parts: Sequence[AdamWTensors], hyper: Hyper) -> list[Any]:
+    """Prepare AdamW steps by kernel for these parameters, one per device; `take_adamw` runs them, repeatedly."""
     if not parts:
         return []
     from secateur.kernels import adamw
@@ -150,9 +171,9 @@ def prepare_adamw(parts: Sequence[Part], hyper: Hyper) -> list[Any]:
 
 
 def take_adamw(ready: Sequence[Any], gradients: Sequence[Tensor], hyper: Hyper, soft: Tensor | None) -> None:
-    """One step of AdamW by kernel, masks and SPAM inside."""
+    """One AdamW step by kernel, masks and SPAM included. `soft` holds SPAM's factors for both moments."""
     if not ready:
-        return  # Triton, which the steps import, is optional
+        return  # Triton may not be installed
     from secateur.kernels import adamw
 
     for one in ready:
@@ -161,23 +182,11 @@ def take_adamw(ready: Sequence[Any], gradients: Sequence[Tensor], hyper: Hyper, 
         written(one.written)
 
 
-def population(masks: Sequence[Tensor]) -> list[int]:
-    """How many weights each mask keeps; one look at the device for all."""
-    if masks and serves(*masks):
-        from secateur.kernels import adamw
-
-        with on(masks[0].device):
-            return adamw.population(masks).tolist()
-    return [
-        count_of(mask.view(-1) if mask.dtype == torch.bool else from_bits(mask, 8 * mask.numel())) for mask in masks
-    ]
-
-
-def _served(pieces: Sequence[ScoredTensor]) -> bool:
-    if not pieces or reason_against(pieces[0].device) is not None:
+def _uses_kernels(tensors: Sequence[ScoredTensor]) -> bool:
+    if not tensors or reason_against(tensors[0].device) is not None:
         return False
-    return all(piece.device == pieces[0].device for piece in pieces)
+    return all(tensor.device == tensors[0].device for tensor in tensors)
 
 
-def _bools(piece: ScoredTensor) -> Tensor | None:
-    return None if piece.alive is None else as_bool(piece.alive, (piece.numel,))
+def _bool_alive(tensor: ScoredTensor) -> Tensor | None:
+    return None if tensor.alive is None else as_bool(tensor.alive, (tensor.numel,))

@@ -1,4 +1,7 @@
-"""Triton kernels over weights and state: zero what a mask says is gone, and AdamW with mask and SPAM inside."""
+"""Triton kernels over weights and optimizer state: zeroing, counting masks, and AdamW with masks and SPAM.
+
+Many tensors share a launch, as in table.py, with a smaller row: up to five addresses, the mask, the size.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from secateur.kernels.reference import Hyper, Part
-from secateur.kernels.scores_triton import BITS, BOOL, bit_at, launch, read
+from secateur.kernels.reference import AdamWTensors, Hyper
+from secateur.kernels.scores_triton import BITS, BOOL, bit_at, launch_kernel, read
 from secateur.kernels.table import layout, mask_kind, to_device
 
-TILE = 2048
-SPAN: tl.constexpr = tl.constexpr(TILE)
-COLUMNS: tl.constexpr = tl.constexpr(8)  # per tensor: up to five addresses, that of the mask, size, first tile
+SPAN: tl.constexpr = tl.constexpr(2048)  # weights per program
+COLUMNS: tl.constexpr = tl.constexpr(8)  # of a row: up to five addresses, then
 MASK: tl.constexpr = tl.constexpr(5)
 NUMEL: tl.constexpr = tl.constexpr(6)
-FIRST: tl.constexpr = tl.constexpr(7)
-NUMBERS: tl.constexpr = tl.constexpr(11)  # per tensor, see steps.numbers
+FIRST: tl.constexpr = tl.constexpr(7)  # its first tile
+NUMBERS: tl.constexpr = tl.constexpr(11)  # scalars per tensor, see `numbers`
+GRADIENT = 1  # column of the gradient's address in the rows of a step
 
 BIT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -122,10 +125,10 @@ def aligned(tensors: Sequence[Tensor | None]) -> bool:
 def address_rows(
     tensors: Sequence[Sequence[Tensor | None]], masks: Sequence[Tensor | None]
 ) -> tuple[list[list[int]], Tensor]:
-    """Rows for tensors that go together (up to five addresses each), and the owners of their tiles."""
+    """Rows for tensors that share a launch (up to five addresses each), and the owners of their tiles."""
     leading = [found[0] for found in tensors]
     sizes = tuple([t.numel() for t in leading if t is not None])
-    first, owners = layout(sizes, TILE, leading[0].device)  # type: ignore[union-attr]
+    first, owners = layout(sizes, SPAN.value, leading[0].device)  # type: ignore[union-attr]
     rows = []
     for number, (found, mask) in enumerate(zip(tensors, masks, strict=True)):
         addresses = [*(0 if t is None else t.data_ptr() for t in found), 0, 0, 0, 0][:5]
@@ -140,32 +143,30 @@ def address_table(tensors: Sequence[Sequence[Tensor | None]], masks: Sequence[Te
 
 
 def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
-    """Zero, in place, what the masks say is gone: contiguous tensors, masks bool or flat bits."""
+    """Zero pruned entries of contiguous tensors in place; masks are bool or flat bits."""
     kinds = [(t.element_size(), mask_kind(m), aligned((t, m))) for t, m in zip(tensors, masks, strict=True)]
     for kind in dict.fromkeys(kinds):
         members = [number for number, found in enumerate(kinds) if found == kind and tensors[number].numel()]
         if members:
             rows, owners = address_table([[tensors[n]] for n in members], [masks[n] for n in members])
-            launch(_zero, owners.numel(), (rows, owners), (BIT_TYPES[kind[0]], kind[1], kind[2]))
+            launch_kernel(_zero, owners.numel(), (rows, owners), (BIT_TYPES[kind[0]], kind[1], kind[2]))
 
 
 def population(masks: Sequence[Tensor]) -> Tensor:
-    """How many weights each mask keeps, bool or bits; on the device."""
+    """How many weights each mask (bool or bits) keeps, as a tensor on the device."""
     counts = torch.zeros(len(masks), dtype=torch.int64, device=masks[0].device)
     words = all(mask.nbytes % 4 == 0 and mask.data_ptr() % 4 == 0 for mask in masks)
     rows, owners = address_table([[mask.view(torch.int32) if words else mask] for mask in masks], [None] * len(masks))
-    launch(_population, owners.numel(), (rows, owners, counts), (torch.int32 if words else torch.uint8,))
+    launch_kernel(_population, owners.numel(), (rows, owners, counts), (torch.int32 if words else torch.uint8,))
     return counts
 
 
-GRADIENT = 1  # its place in a row
 ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Parameters that one launch takes: which, their rows of the table, the owners of its tiles, and what the kernel
-    is compiled for."""
+    """The parameters of one launch: their numbers, their rows, the owners of its tiles, and its constants."""
 
     members: list[int]
     rows: list[list[int]]
@@ -174,21 +175,23 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A step over parameters of one device, ready to be taken again and again. It does not hold the gradients, which
-    come and go, and mostly come back elsewhere."""
+class PreparedStep:
+    """A step over the parameters of one device, prepared once and taken many times.
+
+    It does not hold the gradients: they are freed and allocated again, mostly at other addresses.
+    """
 
     device: torch.device
-    members: list[int]  # numbers of the parameters, empty shards too: every rank must count alike
+    members: list[int]  # parameter numbers, empty shards included: every rank must count steps alike
     batches: list[Batch]
     steps: list[Tensor]
     written: list[Tensor]
 
 
-def prepare(parts: Sequence[Part], members: Sequence[int], hyper: Hyper) -> Ready:
-    """Sort these of all parts, which are on one device, into launches."""
+def prepare(parts: Sequence[AdamWTensors], members: Sequence[int], hyper: Hyper) -> PreparedStep:
+    """Group the parameters `members`, all on one device, into launches."""
 
-    def kind(part: Part) -> tuple[Any, ...]:
+    def kind(part: AdamWTensors) -> tuple[Any, ...]:
         types = part.parameter.dtype, part.gradient.dtype, part.exp_avg.dtype
         together = aligned((*part.tensors, part.gradient, part.mask))
         return (*types, mask_kind(part.mask), hyper.amsgrad, hyper.theta > 0, together)
@@ -204,13 +207,16 @@ def prepare(parts: Sequence[Part], members: Sequence[int], hyper: Hyper) -> Read
         batches.append(Batch(found, *address_rows(addresses, [part.mask for part in alike]), constants))
     written = [tensor for number in members for tensor in parts[number].tensors]
     steps = [parts[number].step for number in members]
-    return Ready(parts[members[0]].parameter.device, list(members), batches, steps, written)
+    return PreparedStep(parts[members[0]].parameter.device, list(members), batches, steps, written)
 
 
-def take(ready: Ready, gradients: Sequence[Tensor], hyper: Hyper, soft: Tensor | None = None) -> None:
-    """One step of AdamW, masks and SPAM's clipping inside. `gradients` are those of all parts, of the kinds they were
-    of when the step was prepared; `soft` holds factors for both moments."""
-    torch._foreach_add_(ready.steps, ONE, alpha=1.0)  # as torch does it: with a number it takes ten times as long
+def take(ready: PreparedStep, gradients: Sequence[Tensor], hyper: Hyper, soft: Tensor | None = None) -> None:
+    """One AdamW step with masks and SPAM's clipping.
+
+    `gradients` are those of all parts, in the dtype and alignment they had when the step was prepared; `soft` holds
+    SPAM's factors for both moments.
+    """
+    torch._foreach_add_(ready.steps, ONE, alpha=1.0)  # as torch does: a number takes ten times as long
     taken = dict(zip(ready.members, map(float, ready.steps), strict=True))
     of_step = {step: numbers(hyper, step) for step in set(taken.values())}
     for batch in ready.batches:
@@ -220,20 +226,20 @@ def take(ready: Ready, gradients: Sequence[Tensor], hyper: Hyper, soft: Tensor |
         sent = to_device([of_step[taken[number]] for number in batch.members], torch.float32, ready.device)
         *constants, together = batch.constants
         arguments = (rows, batch.owners, sent, sent if soft is None else soft)
-        launch(_adamw, batch.owners.numel(), arguments, (*constants, soft is not None, together))
+        launch_kernel(_adamw, batch.owners.numel(), arguments, (*constants, soft is not None, together))
 
 
-def adamw(parts: Sequence[Part], hyper: Hyper, soft: Tensor | None = None) -> None:
-    """One step over parts of one device."""
+def adamw(parts: Sequence[AdamWTensors], hyper: Hyper, soft: Tensor | None = None) -> None:
+    """One AdamW step over parameters of one device."""
     take(prepare(parts, range(len(parts)), hyper), [part.gradient for part in parts], hyper, soft)
 
 
 def numbers(hyper: Hyper, step: float) -> list[float]:
-    """Decay, betas, step size, one over the root of v's bias, eps, sign, theta, 1 - each beta, limit where v is 0.
+    """The scalars of a step: decay, betas, step size, 1 / sqrt(bias of v), eps, sign, theta, 1 - betas, limit at v = 0.
 
-    Rounded to fp32 where torch's fused step does, powers of the betas too, so that both walk the same way but for what
-    CUDA's power is off by; only the bias of v is a factor here and a divisor there, since a second quotient per weight
-    would cost a fifth of the step.
+    They are rounded to fp32 where torch's fused step rounds, powers of the betas included, so both agree up to the
+    error of CUDA's pow. Only the bias of v differs: a factor here, a divisor there, since a second division per weight
+    would add a fifth to the time.
     """
     rate, beta1, beta2 = _single(hyper.lr), _single(hyper.beta1), _single(hyper.beta2)
     size = rate / _bias(hyper.beta1, step)
@@ -244,7 +250,7 @@ def numbers(hyper: Hyper, step: float) -> list[float]:
 
 
 def _bias(beta: float, step: float) -> float:
-    """1 - beta^step in fp32; in double where fp32 would take beta for one and leave nothing to divide by."""
+    """1 - beta^step in fp32; in double where fp32 rounds beta to one and the difference would be zero."""
     return _single(1 - _single(_single(beta) ** step)) or 1 - beta**step
 
 

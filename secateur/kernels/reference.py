@@ -1,4 +1,9 @@
-"""What one parameter brings to a step of AdamW."""
+"""Plain-torch twins of every kernel, with the same names and arguments: what the kernels are tested against.
+
+First masking and AdamW (`zero`, `population`, `adamw`), which also run where there is no Triton; then the steps of a
+selection (`SelectionOps` in select.py) in the order in which a selection takes them, and `rank`. The steps read and
+write a `SelectionState` tensor by tensor, so they are slow and only run in tests.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,6 @@ from secateur.kernels.table import (
     BELOW,
     BINS,
     COLUMNS,
-    CROWDED,
     EQUAL,
     INSIDE,
     LAUNCH,
@@ -26,10 +30,12 @@ from secateur.kernels.table import (
     RUN,
     SLOTS,
     TILE,
+    TOO_MANY_TIES,
     WORDS,
-    Board,
     Launch,
+    SelectionState,
     Table,
+    jitter,
     range_of,
 )
 from secateur.selection.exact import DEAD_KEY, keys_of, values_of, without_lowest
@@ -38,13 +44,14 @@ from secateur.selection.masks import apply, from_bits, to_bits
 
 @dataclass(frozen=True)
 class Hyper:
-    """Settings of a step, shared by the parameters of a group.
+    """Settings of an AdamW step, shared by the parameters of a group.
 
-    `theta` and `unseen` are SPAM's: gradients are clipped to sqrt(theta v), and to `unseen` where v is zero. A theta of
-    0 turns clipping off; infinity clips nothing in this step, by the same kernel as the steps that clip.
+    `theta` and `unseen` belong to SPAM: gradients are clipped to sqrt(theta v), and to `unseen` where v is zero. A
+    theta of 0 turns clipping off. A theta of infinity clips nothing but runs the clipping kernel, so that steps with
+    and without clipping share one compiled kernel.
     """
 
-    lr: Any  # a number, or a tensor where torch takes one
+    lr: Any  # a number; a tensor only for torch's own step
     beta1: float
     beta2: float
     eps: float
@@ -56,25 +63,25 @@ class Hyper:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A parameter as this process holds it, its gradient and state, and the mask it is held to."""
+class AdamWTensors:
+    """A parameter (the local shard), its gradient, its Adam state and its mask."""
 
     parameter: Tensor
     gradient: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None
-    step: Tensor  # how many steps were taken; kernels want it on the host
+    step: Tensor  # steps taken so far; on the CPU for the kernel
     mask: Tensor | None  # bool in the parameter's shape, or flat bits
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What the mask holds at zero."""
+        """The tensors that the mask zeroes."""
         return [t for t in (self.parameter, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq) if t is not None]
 
 
 def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
-    """Zero, in place, what the masks (bool in the tensor's shape, or flat bits) say is gone."""
+    """Zero pruned entries in place. A mask is bool in its tensor's shape, or flat bits."""
     whole = [m if m.dtype == torch.bool else from_bits(m, t.numel()) for t, m in zip(tensors, masks, strict=True)]
     apply(tensors, [mask.view(tensor.shape) for mask, tensor in zip(whole, tensors, strict=True)])
 
@@ -86,8 +93,8 @@ def population(masks: Sequence[Tensor]) -> Tensor:
     )
 
 
-def adamw(parts: Sequence[Part], hyper: Hyper, group: Mapping[str, Any], soft: Tensor | None = None) -> None:
-    """One step of AdamW for parts of one parameter group, by torch's own function; SPAM before it, masks after it."""
+def adamw(parts: Sequence[AdamWTensors], hyper: Hyper, group: Mapping[str, Any], soft: Tensor | None = None) -> None:
+    """One AdamW step for parameters of one group by torch's own function, with SPAM before and masks after it."""
     if soft is not None:
         for part in parts:
             part.exp_avg.mul_(soft[0].to(part.exp_avg.device))
@@ -110,20 +117,20 @@ def adamw(parts: Sequence[Part], hyper: Hyper, group: Mapping[str, Any], soft: T
 
 
 def clip(gradient: Tensor, second: Tensor, theta: float, unseen: float = math.inf) -> Tensor:
-    """The gradient limited to sqrt(theta v), and to `unseen` where v is zero."""
+    """Clip a gradient to sqrt(theta v), and to `unseen` where v is zero."""
     limit = torch.where(second > 0, (theta * second).sqrt(), unseen).to(gradient.dtype)
     return torch.where(gradient.abs() > limit, limit * gradient.sign(), gradient)
 
 
 def _alive(table: Table, number: int) -> Tensor:
-    alive, numel = table.pieces[number].alive, table.pieces[number].numel
+    alive, numel = table.tensors[number].alive, table.tensors[number].numel
     if alive is None:
         return torch.ones(numel, dtype=torch.bool, device=table.device)
     return alive if alive.dtype == torch.bool else from_bits(alive, numel)
 
 
 def _write(table: Table, number: int, where: slice | Tensor, kept: Tensor | bool) -> None:
-    mask, numel = table.masks[number], table.pieces[number].numel
+    mask, numel = table.masks[number], table.tensors[number].numel
     whole = mask if mask.dtype == torch.bool else from_bits(mask, numel)
     whole[where] = kept
     if mask.dtype != torch.bool:
@@ -131,97 +138,107 @@ def _write(table: Table, number: int, where: slice | Tensor, kept: Tensor | bool
 
 
 def _tiles(table: Table, launch: Launch) -> Iterator[tuple[int, int, slice]]:
-    """Each tile with the piece it is of and the flat places it covers."""
+    """Each tile of a launch: its number, its tensor, and the flat indices it covers."""
     for tile in _numbers(launch).tolist():
-        piece = int(table.owners[tile])
-        start = (tile - table.first[piece]) * TILE
-        yield tile, piece, slice(start, min(start + TILE, table.pieces[piece].numel))
+        tensor = int(table.owners[tile])
+        start = (tile - table.first[tensor]) * TILE
+        yield tile, tensor, slice(start, min(start + TILE, table.tensors[tensor].numel))
 
 
 def _numbers(launch: Launch) -> Tensor:
     return torch.arange(launch.first, launch.first + launch.count) if launch.tiles is None else launch.tiles.long()
 
 
-def _collected(board: Board, group: int, column: int) -> slice:
-    """Where the words or the keys of a group are."""
-    begin, counters = int(board.rooms[group]), board.table_of("counters")[group]
+def _collected(state: SelectionState, group: int, column: int) -> slice:
+    """Where the collected words (or keys) of a group are; empty if they overflowed."""
+    begin, counters = int(state.starts[group]), state.by_group("counters")[group]
     return slice(begin, begin if counters[OVER] else begin + int(counters[column]))
 
 
-def _add(board: Board, keys: Tensor, group: int, outside: bool = True) -> None:
-    """Count keys by their digit in the group's range; what lies below or above it in the last two slots."""
-    low, high, shift, _ = board.table_of("ranges")[group].tolist()
+def _add(state: SelectionState, keys: Tensor, group: int, outside: bool = True) -> None:
+    """Add keys to the histogram of their group; keys below and above the range go to the last two slots."""
+    low, high, shift, _ = state.by_group("ranges")[group].tolist()
     slots = torch.where(keys < low, BINS, torch.where(keys > high, BINS + 1, (keys.long() - low) >> shift))
-    board.table_of("counts")[group] += torch.bincount(slots if outside else slots[slots < BINS], minlength=SLOTS)
+    state.by_group("histogram")[group] += torch.bincount(slots if outside else slots[slots < BINS], minlength=SLOTS)
 
 
-def survey(table: Table, board: Board, launch: Launch, shift: int) -> None:
-    """Count scores by key in their group's range, one of every `1 << shift` runs of neighbours. NaN, the dead and
-    what another process counts do not count."""
+def sample_histogram(table: Table, state: SelectionState, launch: Launch, shift: int) -> None:
+    """Add one of every `1 << shift` runs of scores to the histogram of their group.
+
+    NaN, pruned weights and replicas that another process counts are left out.
+    """
     run = torch.arange(-(-launch.count * (TILE // RUN) >> shift))
-    place = ((run << shift) + (((run * 0x9E3779B1) >> 8) & ((1 << shift) - 1))) * RUN
+    place = ((run << shift) + jitter(run, shift)) * RUN
     place = place[place < launch.count * TILE]
     tiles = _numbers(launch)[place // TILE]
     owners = table.owners[tiles]
-    for piece in owners.unique().tolist():
-        mine = owners == piece
-        index = ((tiles - table.first[piece]) * TILE + place % TILE)[mine][:, None] + torch.arange(RUN)
-        index = index[index < table.pieces[piece].numel]
-        scores = table.pieces[piece].score(index)
-        if table.counted[piece]:
-            _add(board, keys_of(scores[_alive(table, piece)[index] & ~scores.isnan()]), table.groups[piece])
+    for tensor in owners.unique().tolist():
+        mine = owners == tensor
+        index = ((tiles - table.first[tensor]) * TILE + place % TILE)[mine][:, None] + torch.arange(RUN)
+        index = index[index < table.tensors[tensor].numel]
+        scores = table.tensors[tensor].score(index)
+        if table.counted[tensor]:
+            _add(state, keys_of(scores[_alive(table, tensor)[index] & ~scores.isnan()]), table.groups[tensor])
 
 
-def count(board: Board, scores: Tensor, group: int) -> None:
-    """The same for scores that are given; NaN marks those that do not count."""
-    _add(board, keys_of(scores[~scores.isnan()]), group)
+def add_scores(state: SelectionState, scores: Tensor, group: int) -> None:
+    """Add these scores to the histogram of a group; NaN marks scores to leave out."""
+    _add(state, keys_of(scores[~scores.isnan()]), group)
 
 
-def narrow(
-    board: Board, *, sigmas: float | None = None, collected: bool = False, begin: bool = False, last: bool = False
+def narrow_ranges(
+    state: SelectionState,
+    *,
+    sigmas: float | None = None,
+    collected: bool = False,
+    begin: bool = False,
+    last: bool = False,
 ) -> None:
-    """Shrink every group's range to the bins that hold a rank, and clear the histogram.
+    """Shrink every group's range to the histogram bins that hold the wanted rank, and clear the histogram.
 
-    Sampled, the rank is that of the wanted share, give or take some standard deviations; otherwise it is the exact
-    rank, which then counts from the new range. `begin` takes it from what was wanted and what the sweep found below.
-    A group fails whose collected keys do not hold that rank, or, at the `last` turn, whose range is not a single key.
+    With `sigmas` the histogram is a sample: the bins must hold the wanted fraction plus and minus that many standard
+    deviations. Otherwise the rank is exact and becomes relative to the new range; `begin` computes it from the wanted
+    count and what the sweep found below the range. With `collected`, a group fails if its candidates do not hold the
+    rank or overflowed, and, in the `last` pass, if its range is not a single key.
     """
-    for group in range(board.groups):
-        low, high, shift, first = board.table_of("ranges")[group].tolist()
-        bins = board.table_of("counts")[group]
+    for group in range(state.groups):
+        low, high, shift, first = state.by_group("ranges")[group].tolist()
+        bins = state.by_group("histogram")[group]
         end_rank = first
         if sigmas is not None:
-            share, size = board.shares[group], bins.sum().double()
-            margin = sigmas * (share * size * (1 - share)).sqrt() + 1
-            first = int((share * size - margin).floor()) - int(bins[BINS])
-            end_rank = int((share * size + margin).ceil()) - int(bins[BINS])
+            fraction, size = state.fractions[group], bins.sum().double()
+            margin = sigmas * (fraction * size * (1 - fraction)).sqrt() + 1
+            first = int((fraction * size - margin).floor()) - int(bins[BINS])
+            end_rank = int((fraction * size + margin).ceil()) - int(bins[BINS])
         elif begin:
-            first = end_rank = int(board.wanted[group] - board.totals.view(board.groups, -1)[group, BELOW])
+            first = end_rank = int(state.wanted[group] - state.totals.view(state.groups, -1)[group, BELOW])
         upto = bins[:BINS].cumsum(0)
         digit, end = int((upto < first).sum()), int((upto < end_rank).sum())
         before = int(upto[digit - 1]) if digit else 0
         new_high = min(high, low + ((end + 1) << shift) - 1) if end < BINS else high
         new_low = min(low + (min(digit, BINS - 1) << shift), new_high)
         if collected:
-            bad = first < 1 or first > int(upto[-1]) or bool(board.totals.view(board.groups, -1)[group, OVER])
-            bad = bad or (last and new_low < new_high) or bool(board.failed[group])
-            board.failed[group] = int(bad)
+            bad = first < 1 or first > int(upto[-1]) or bool(state.totals.view(state.groups, -1)[group, OVER])
+            bad = bad or (last and new_low < new_high) or bool(state.failed[group])
+            state.failed[group] = int(bad)
             new_low, new_high = (low, high) if bad else (new_low, new_high)
         bins.zero_()
-        board.table_of("ranges")[group] = torch.tensor(range_of(new_low, new_high, first - before))
+        state.by_group("ranges")[group] = torch.tensor(range_of(new_low, new_high, first - before))
 
 
-def sweep(table: Table, board: Board, launch: Launch, given: Tensor | None = None, *, careful: bool = False) -> None:
-    """Write the mask of everything outside its group's range; keep and collect what is inside, in words of sixteen
-    weights (given scores: at once as positions and keys); count what is below.
+def sweep(
+    table: Table, state: SelectionState, launch: Launch, given: Tensor | None = None, *, careful: bool = False
+) -> None:
+    """Write the masks: prune below the range of the group, keep the rest. Collect what is inside the range.
 
-    A careful sweep collects nothing, but counts what is inside, tile by tile, and NaN.
+    Candidates are collected as words of 16 flags, and `given` scores directly as positions and keys, since a kernel
+    cannot compute them again. A careful sweep collects nothing; it counts what is inside, tile by tile, and NaN.
     """
-    counters = board.table_of("counters")
+    counters = state.by_group("counters")
     for tile, number, where in _tiles(table, launch):
-        group, scores, alive = table.groups[number], table.pieces[number].score(where), _alive(table, number)[where]
-        low, high = values_of(board.table_of("ranges")[group, :2])
-        if launch.kind.plan.rough and not careful:  # a kernel takes quick roots, so what is near the range is inside
+        group, scores, alive = table.groups[number], table.tensors[number].score(where), _alive(table, number)[where]
+        low, high = values_of(state.by_group("ranges")[group, :2])
+        if launch.variant.plan.fast_math and not careful:  # the fast sqrt is off by a little: widen the range
             low, high = low - margin(low), high + margin(high)
         kept = alive & ~(scores < low)
         middle = kept & ~(scores > high)
@@ -230,25 +247,25 @@ def sweep(table: Table, board: Board, launch: Launch, given: Tensor | None = Non
         places = middle.nonzero().flatten()
         if careful:
             counters[group, INSIDE] += places.numel() * table.counted[number]
-            board.inside[tile] = places.numel()
-            board.spoiled[number] += (alive & scores.isnan()).sum()
+            state.inside[tile] = places.numel()
+            state.nan_counts[number] += (alive & scores.isnan()).sum()
         elif given is not None:
-            _list(board, group, tile * TILE + places, keys_of(scores[places]))
+            _collect(state, group, tile * TILE + places, keys_of(scores[places]))
         else:
             flags = torch.nn.functional.pad(middle, (0, TILE - middle.numel())).view(-1, RUN).long()
             words = (flags << torch.arange(RUN)).sum(1)
             some = words.nonzero().flatten()
-            _store(board, group, WORDS, [(board.words, (tile * (TILE // RUN) + some) << 16 | words[some])])
+            _store(state, group, WORDS, [(state.words, (tile * (TILE // RUN) + some) << 16 | words[some])])
 
 
 def margin(bound: Tensor) -> Tensor:
-    """More than a rough score can be off: 2^-17 of it, and what a quick root loses of the smallest numbers."""
+    """More than the error of a fast-math score: 2^-17 of it, plus the numbers that the fast sqrt flushes to zero."""
     return bound.abs() * 2.0**-17 + 1e-36
 
 
-def _store(board: Board, group: int, column: int, values: list[tuple[Tensor, Tensor]]) -> None:
-    counters = board.table_of("counters")
-    begin, end = board.rooms[group : group + 2].tolist()
+def _store(state: SelectionState, group: int, column: int, values: list[tuple[Tensor, Tensor]]) -> None:
+    counters = state.by_group("counters")
+    begin, end = state.starts[group : group + 2].tolist()
     slot, size = begin + int(counters[group, column]), values[0][1].numel()
     counters[group, column] += size
     if slot + size > end:
@@ -258,95 +275,100 @@ def _store(board: Board, group: int, column: int, values: list[tuple[Tensor, Ten
         memory[slot : slot + size] = value
 
 
-def _list(board: Board, group: int, positions: Tensor, keys: Tensor) -> None:
-    _store(board, group, LISTED, [(board.positions, positions), (board.keys, keys)])
+def _collect(state: SelectionState, group: int, positions: Tensor, keys: Tensor) -> None:
+    _store(state, group, LISTED, [(state.positions, positions), (state.keys, keys)])
 
 
-def unfold(table: Table, board: Board, launch: Launch) -> None:
-    """List positions and keys of the weights in collected words. What is below the range after all goes; NaN counts."""
-    for group in range(board.groups):
-        words = board.words[_collected(board, group, WORDS)]
+def score_candidates(table: Table, state: SelectionState, launch: Launch) -> None:
+    """Score the collected words exactly and list the positions and keys of the candidates.
+
+    Weights that turn out to be below the range are pruned; NaN is counted.
+    """
+    for group in range(state.groups):
+        words = state.words[_collected(state, group, WORDS)]
         flags = (words[:, None] >> torch.arange(RUN)) & 1
         places = ((words >> 16) * RUN)[:, None] + torch.arange(RUN)
         positions = places[flags != 0]
         owners = table.owners[positions // TILE].long()
-        for piece in owners.unique().tolist():
-            if int(table.rows.view(-1, COLUMNS)[piece, LAUNCH]) != launch.number:
+        for tensor in owners.unique().tolist():
+            if int(table.rows.view(-1, COLUMNS)[tensor, LAUNCH]) != launch.number:
                 continue
-            mine = positions[owners == piece]
-            scores = table.pieces[piece].score(mine - table.first[piece] * TILE)
-            board.spoiled[piece] += scores.isnan().sum()
-            keys, (low, high) = keys_of(scores), board.table_of("ranges")[group, :2].tolist()
-            _drop(table, mine[keys < low])
-            board.table_of("counters")[group, BELOW] += (keys < low).sum() * table.counted[piece]
+            mine = positions[owners == tensor]
+            scores = table.tensors[tensor].score(mine - table.first[tensor] * TILE)
+            state.nan_counts[tensor] += scores.isnan().sum()
+            keys, (low, high) = keys_of(scores), state.by_group("ranges")[group, :2].tolist()
+            _clear(table, mine[keys < low])
+            state.by_group("counters")[group, BELOW] += (keys < low).sum() * table.counted[tensor]
             inside = (keys >= low) & (keys <= high)
-            _list(board, group, mine[inside], keys[inside])
+            _collect(state, group, mine[inside], keys[inside])
 
 
-def tally(table: Table, board: Board, peers: bool) -> None:
-    """Count the listed keys in their group's range, without those another process counts."""
+def count_candidates(table: Table, state: SelectionState, peers: bool) -> None:
+    """Add the candidates to the histogram of their group, except replicas that another process counts."""
     counted = torch.tensor(table.counted)
-    for group in range(board.groups):
-        listed = _collected(board, group, LISTED)
-        mine = counted[table.owners[board.positions[listed] // TILE].long()]
-        _add(board, board.keys[listed][mine], group, outside=False)
+    for group in range(state.groups):
+        listed = _collected(state, group, LISTED)
+        mine = counted[table.owners[state.positions[listed] // TILE].long()]
+        _add(state, state.keys[listed][mine], group, outside=False)
 
 
-def settle(table: Table, board: Board, peers: bool) -> None:
-    """Clear the mask where a listed key is below the cut; note the places and number of those equal to it."""
-    for group in range(board.groups):
-        listed = _collected(board, group, LISTED)
-        if board.failed[group]:
+def apply_cut(table: Table, state: SelectionState, peers: bool) -> None:
+    """Prune the candidates below the cut; store the positions and the number of those equal to it."""
+    for group in range(state.groups):
+        listed = _collected(state, group, LISTED)
+        if state.failed[group]:
             continue
-        positions, keys, cut = board.positions[listed], board.keys[listed], board.table_of("ranges")[group, LOW]
-        _drop(table, positions[keys < cut])
+        positions, keys, cut = state.positions[listed], state.keys[listed], state.by_group("ranges")[group, LOW]
+        _clear(table, positions[keys < cut])
         same = positions[keys == cut]
-        board.table_of("counters")[group, EQUAL] = same.numel()
-        board.table_of("few")[group, : min(board.few_room, same.numel())] = same[: board.few_room]
-        board.equal += torch.bincount(table.owners[same // TILE], minlength=len(table.pieces)) if peers else 0
+        state.by_group("counters")[group, EQUAL] = same.numel()
+        state.by_group("ties")[group, : min(state.tie_capacity, same.numel())] = same[: state.tie_capacity]
+        state.tie_counts += torch.bincount(table.owners[same // TILE], minlength=len(table.tensors)) if peers else 0
 
 
-def _drop(table: Table, positions: Tensor) -> None:
+def _clear(table: Table, positions: Tensor) -> None:
     owners = table.owners[positions // TILE]
-    for piece in owners.unique().tolist():
-        _write(table, piece, positions[owners == piece] - table.first[piece] * TILE, False)
+    for tensor in owners.unique().tolist():
+        _write(table, tensor, positions[owners == tensor] - table.first[tensor] * TILE, False)
 
 
-def order(table: Table, board: Board, quotas: Tensor | None) -> None:
-    """Clear the first of those equal to the cut: as many as its rank says in the group, or each piece's quota."""
-    for group in range(board.groups):
-        found = int(board.table_of("counters")[group, EQUAL])
-        if found > board.few_room and not board.failed[group]:
-            board.failed[group] = CROWDED
-        if board.failed[group]:
+def prune_ties(table: Table, state: SelectionState, quotas: Tensor | None) -> None:
+    """Prune the first ties: as many as the rank of the cut says, or with peers up to the quota of each tensor."""
+    for group in range(state.groups):
+        found = int(state.by_group("counters")[group, EQUAL])
+        if found > state.tie_capacity and not state.failed[group]:
+            state.failed[group] = TOO_MANY_TIES
+        if state.failed[group]:
             continue
-        places = board.table_of("few")[group, :found].sort().values
+        places = state.by_group("ties")[group, :found].sort().values
         if quotas is None:
-            _drop(table, places[: int(board.table_of("ranges")[group, RANK])])
+            _clear(table, places[: int(state.by_group("ranges")[group, RANK])])
             continue
         owners = table.owners[places // TILE]
-        for piece in owners.unique().tolist():
-            _drop(table, places[owners == piece][: int(quotas[piece])])
+        for tensor in owners.unique().tolist():
+            _clear(table, places[owners == tensor][: int(quotas[tensor])])
 
 
-def give_up(
-    table: Table, board: Board, launch: Launch, before: Tensor, quotas: Tensor, given: Tensor | None = None
+def prune_many_ties(
+    table: Table, state: SelectionState, launch: Launch, before: Tensor, quotas: Tensor, given: Tensor | None = None
 ) -> None:
-    """Rewrite masks so that each piece loses the first of its scores equal to the cut, up to its quota. `before` says
-    how many of them come before a tile."""
+    """Prune ties in a pass over all scores: each tensor loses its first ties, up to its quota.
+
+    `before` holds for each tile how many ties of its tensor come before it.
+    """
     for tile, number, where in _tiles(table, launch):
         if before[tile] >= quotas[number]:
             continue
-        scores, alive = table.pieces[number].score(where), _alive(table, number)[where]
-        cut = values_of(board.table_of("ranges")[table.groups[number], LOW])
+        scores, alive = table.tensors[number].score(where), _alive(table, number)[where]
+        cut = values_of(state.by_group("ranges")[table.groups[number], LOW])
         same = alive & (scores == cut)
         _write(table, number, where, alive & (scores > cut) | same & (before[tile] + same.cumsum(0) > quotas[number]))
 
 
-def rank(table: Table, board: Board, widths: Sequence[int], gone: Sequence[int]) -> None:
-    """In every tile of `widths[piece]` neighbours, drop the lowest scores until `gone[piece]` are; the dead count."""
-    for number, (piece, width, count) in enumerate(zip(table.pieces, widths, gone, strict=True)):
-        scores, alive = piece.score(slice(0, piece.numel)), _alive(table, number)
-        board.spoiled[number] += (alive & scores.isnan()).sum()
+def rank(table: Table, state: SelectionState, widths: Sequence[int], gone: Sequence[int]) -> None:
+    """Prune the lowest of every `widths[i]` neighbours of tensor i until `gone[i]` are gone, dead ones included."""
+    for number, (tensor, width, count) in enumerate(zip(table.tensors, widths, gone, strict=True)):
+        scores, alive = tensor.score(slice(0, tensor.numel)), _alive(table, number)
+        state.nan_counts[number] += (alive & scores.isnan()).sum()
         keys = keys_of(scores).masked_fill_(~alive, DEAD_KEY)
-        _write(table, number, slice(0, piece.numel), without_lowest(keys.view(-1, width), count).flatten())
+        _write(table, number, slice(0, tensor.numel), without_lowest(keys.view(-1, width), count).flatten())

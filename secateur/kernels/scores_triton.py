@@ -1,4 +1,7 @@
-"""The numbers kernels are compiled with, each stated once in plain Python and lent to Triton here."""
+"""Scores in Triton: formulas, keys, masked loads; and `launch_kernel`, by which every kernel of this package runs.
+
+The constants of table.py are repeated here as `tl.constexpr`, since a kernel can read no other globals.
+"""
 
 from __future__ import annotations
 
@@ -10,57 +13,57 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from secateur.kernels import table as layout
+from secateur.kernels import table
 from secateur.kernels.table import Launch
 
-BITTER0 = tl.constexpr(layout.BITTER0)
-BITTER6 = tl.constexpr(layout.BITTER6)
-GIVEN = tl.constexpr(layout.GIVEN)
-MAGNITUDE = tl.constexpr(layout.MAGNITUDE)
-MOMENTUM = tl.constexpr(layout.MOMENTUM)
-VARIANCE = tl.constexpr(layout.VARIANCE)
-WANDA = tl.constexpr(layout.WANDA)
+BITTER0 = tl.constexpr(table.BITTER0)
+BITTER6 = tl.constexpr(table.BITTER6)
+GIVEN = tl.constexpr(table.GIVEN)
+MAGNITUDE = tl.constexpr(table.MAGNITUDE)
+MOMENTUM = tl.constexpr(table.MOMENTUM)
+VARIANCE = tl.constexpr(table.VARIANCE)
+WANDA = tl.constexpr(table.WANDA)
 
-ALIVE = tl.constexpr(layout.ALIVE)
-BITS = tl.constexpr(layout.BITS)
-BOOL = tl.constexpr(layout.BOOL)
-COLUMNS = tl.constexpr(layout.COLUMNS)
-COUNTED = tl.constexpr(layout.COUNTED)
-DIVISOR = tl.constexpr(layout.DIVISOR)
-FACT0 = tl.constexpr(layout.FACT0)
-FACT1 = tl.constexpr(layout.FACT1)
-FACT2 = tl.constexpr(layout.FACT2)
-FIRST = tl.constexpr(layout.FIRST)
-GROUP = tl.constexpr(layout.GROUP)
-LAUNCH = tl.constexpr(layout.LAUNCH)
-MASK = tl.constexpr(layout.MASK)
-MODULUS = tl.constexpr(layout.MODULUS)
-NUMEL = tl.constexpr(layout.NUMEL)
-TILE = tl.constexpr(layout.TILE)
+ALIVE = tl.constexpr(table.ALIVE)
+BITS = tl.constexpr(table.BITS)
+BOOL = tl.constexpr(table.BOOL)
+COLUMNS = tl.constexpr(table.COLUMNS)
+COUNTED = tl.constexpr(table.COUNTED)
+DIVISOR = tl.constexpr(table.DIVISOR)
+FACT0 = tl.constexpr(table.FACT0)
+FACT1 = tl.constexpr(table.FACT1)
+FACT2 = tl.constexpr(table.FACT2)
+FIRST = tl.constexpr(table.FIRST)
+GROUP = tl.constexpr(table.GROUP)
+LAUNCH = tl.constexpr(table.LAUNCH)
+MASK = tl.constexpr(table.MASK)
+MODULUS = tl.constexpr(table.MODULUS)
+NUMEL = tl.constexpr(table.NUMEL)
+TILE = tl.constexpr(table.TILE)
 
-BELOW = tl.constexpr(layout.BELOW)
-BINS = tl.constexpr(layout.BINS)
-BLOCK = tl.constexpr(layout.BLOCK)
-COUNTERS = tl.constexpr(layout.COUNTERS)
-CROWDED = tl.constexpr(layout.CROWDED)
-DIGIT = tl.constexpr(layout.DIGIT)
-EQUAL = tl.constexpr(layout.EQUAL)
-HIGH = tl.constexpr(layout.HIGH)
-INSIDE = tl.constexpr(layout.INSIDE)
-LISTED = tl.constexpr(layout.LISTED)
-LOW = tl.constexpr(layout.LOW)
-ORDERED = tl.constexpr(layout.ORDERED)
-OVER = tl.constexpr(layout.OVER)
-RANK = tl.constexpr(layout.RANK)
-RUN = tl.constexpr(layout.RUN)
-SHIFT = tl.constexpr(layout.SHIFT)
-SLOTS = tl.constexpr(layout.SLOTS)
-WORDS = tl.constexpr(layout.WORDS)
+BELOW = tl.constexpr(table.BELOW)
+BINS = tl.constexpr(table.BINS)
+BLOCK = tl.constexpr(table.BLOCK)
+COUNTERS = tl.constexpr(table.COUNTERS)
+TOO_MANY_TIES = tl.constexpr(table.TOO_MANY_TIES)
+DIGIT = tl.constexpr(table.DIGIT)
+EQUAL = tl.constexpr(table.EQUAL)
+HIGH = tl.constexpr(table.HIGH)
+INSIDE = tl.constexpr(table.INSIDE)
+LISTED = tl.constexpr(table.LISTED)
+LOW = tl.constexpr(table.LOW)
+TIES_PER_PROGRAM = tl.constexpr(table.TIES_PER_PROGRAM)
+OVER = tl.constexpr(table.OVER)
+RANK = tl.constexpr(table.RANK)
+RUN = tl.constexpr(table.RUN)
+SHIFT = tl.constexpr(table.SHIFT)
+SLOTS = tl.constexpr(table.SLOTS)
+WORDS = tl.constexpr(table.WORDS)
 
 
 @triton.jit
 def read(address, start, lane, valid, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Numbers at an address that came out of a table, which is where the compiler's knowledge of it was lost."""
+    """Load from an address of the table. The compiler cannot know its alignment, so ALIGNED states it."""
     pointer = address.to(tl.pointer_type(DTYPE)) + start
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -75,7 +78,7 @@ def bit_at(address, start, lane, valid):
 
 @triton.jit
 def alive_at(row, start, lane, valid, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Which of the places `start + lane` compete."""
+    """Which weights at `start + lane` compete."""
     alive = valid
     if KIND == BOOL:
         alive = valid & (read(tl.load(row + ALIVE), start, lane, valid, tl.int8, ALIGNED) != 0)
@@ -90,9 +93,9 @@ def score_at(
     FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
     ALIGNED: tl.constexpr, ROUGH: tl.constexpr,
 ):  # fmt: skip
-    """fp32 scores at the places `start + lane` of the tensor, or tensors, of this row of the table.
+    """fp32 scores at `start + lane` of the tensor of this row. `given` holds the scores if FORMULA is GIVEN.
 
-    ROUGH takes the quick square roots and quotients, off by a few units in the last place (see `roughly`).
+    ROUGH uses the fast square root and division, a few units in the last place off (see `roughly`).
     """
     if FORMULA == GIVEN:
         score = tl.load(given + lane, mask=valid, other=0.0)
@@ -138,7 +141,7 @@ def _power(value, SIXTEENTHS: tl.constexpr, ROUGH: tl.constexpr):
         result = tl.full(value.shape, 1.0, tl.float32)
         root = value
         for place in tl.static_range(4):
-            if SIXTEENTHS % (16 >> place) != 0:  # nothing is left below this bit otherwise
+            if SIXTEENTHS % (16 >> place) != 0:  # otherwise no lower bit is set
                 root = _root(root, ROUGH)
                 if SIXTEENTHS & (8 >> place):
                     result = result * root
@@ -147,21 +150,23 @@ def _power(value, SIXTEENTHS: tl.constexpr, ROUGH: tl.constexpr):
 
 @triton.jit
 def roughly(value, SIGN: tl.constexpr):
-    """A bound moved outwards (down or up) by more than a rough score can be off: 2^-17 of it, about sixty units in the
-    last place, and what a quick square root may lose when it takes the smallest numbers for zero."""
+    """Move a bound outwards (SIGN: down or up) by more than the error of a fast-math score.
+
+    That is 2^-17 of it, about 60 units in the last place, plus the numbers that the fast sqrt flushes to zero.
+    """
     return value + SIGN * (tl.abs(value) * 7.62939453125e-06 + 1e-36)
 
 
 @triton.jit
 def key_of(score):
-    """int32 keys in the order of the scores; -0.0 equals 0.0."""
+    """int32 keys that sort as the scores do; -0.0 equals 0.0."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(key):
-    """The score a key (int64 here) stands for."""
+    """The score of a key, which is int64 here."""
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -181,12 +186,14 @@ TYPES = {
 _COMPILED: dict[Any, Any] = {}
 
 
-def launch(kernel: Any, grid: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int = 8) -> None:
-    """Launch with arguments and, after them, compile-time constants (torch's dtypes among them stand for Triton's).
-    Integers among the arguments stay below 2^31.
+def launch_kernel(
+    kernel: Any, grid: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int = 8
+) -> None:
+    """Launch a kernel with its arguments and, after them, its compile-time constants.
 
-    Triton spends tens of microseconds on working out which compiled kernel is meant; a mask update is a dozen
-    launches in a millisecond. So what it found is remembered, by all that it may depend on here.
+    torch dtypes among the constants become Triton's. Integer arguments must stay below 2^31. Triton takes tens of
+    microseconds to find the compiled kernel for a launch, and a mask update is a dozen launches in a millisecond; so
+    compiled kernels are cached here by everything they depend on.
     """
     if not grid:
         return
@@ -194,18 +201,19 @@ def launch(kernel: Any, grid: int, arguments: tuple[Any, ...], constants: tuple[
     key = kernel, arguments[0].device, constants, aligned
     found = _COMPILED.get(key)
     if found is not None:
-        compiled, meant = found
-        compiled[(grid, 1, 1)](*arguments, *meant)
+        compiled, translated = found
+        compiled[(grid, 1, 1)](*arguments, *translated)
         return
-    meant = [TYPES[value] if isinstance(value, torch.dtype) else value for value in constants]
-    named = dict(zip(kernel.arg_names[len(arguments) :], meant, strict=True))
+    translated = [TYPES[value] if isinstance(value, torch.dtype) else value for value in constants]
+    named = dict(zip(kernel.arg_names[len(arguments) :], translated, strict=True))
     if isinstance(kernel, InterpretedFunction):
         kernel[(grid,)](*arguments, **named)
         return
-    # A product and a sum contracted into one rounding would change the last bit of a score.
-    _COMPILED[key] = kernel[(grid,)](*arguments, **named, num_warps=warps, enable_fp_fusion=False), meant
+    # Fused multiply-add would change the last bit of a score.
+    _COMPILED[key] = kernel[(grid,)](*arguments, **named, num_warps=warps, enable_fp_fusion=False), translated
 
 
 def formula_of(launch: Launch) -> tuple[Any, ...]:
-    plan, types = launch.kind.plan, launch.kind.dtypes
+    """The constants FORMULA, SIXTEENTHS and TYPE0 to TYPE2 of a launch."""
+    plan, types = launch.variant.plan, launch.variant.dtypes
     return plan.formula, plan.sixteenths, *types

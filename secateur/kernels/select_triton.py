@@ -1,10 +1,12 @@
-"""Triton kernels that count scores by key and shrink the ranges in which cuts lie. See reference.py for each."""
+"""Triton kernels of the selection, in the order in which a selection launches them; last the one that ranks neighbours.
+
+reference.py has a plain-torch twin of each kernel `_name` under `name`, which documents it; launch.py launches them.
+Every program handles one tile of one tensor (`_tile`), one block of collected candidates (`_collected`), or one group.
+Constants in capitals are compile-time constants; KIND and STORED say how masks are stored (NOTHING, BOOL or BITS).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
 
@@ -18,7 +20,6 @@ from secateur.kernels.scores_triton import (
     COLUMNS,
     COUNTED,
     COUNTERS,
-    CROWDED,
     DIGIT,
     EQUAL,
     FIRST,
@@ -31,57 +32,57 @@ from secateur.kernels.scores_triton import (
     LOW,
     MASK,
     NUMEL,
-    ORDERED,
     OVER,
     RANK,
     RUN,
     SHIFT,
     SLOTS,
+    TIES_PER_PROGRAM,
     TILE,
+    TOO_MANY_TIES,
     WORDS,
     alive_at,
-    formula_of,
     key_of,
-    launch,
     read,
     roughly,
     score_at,
     value_of,
 )
-from secateur.kernels.table import Board, Table, layout, to_device
-from secateur.selection.exact import DEAD_KEY as DEAD
+from secateur.selection import exact
 
 
 @triton.jit
-def _add_to_histogram(keys, valid, group, ranges, counts):
-    """Count keys by their digit in the group's range; those outside do not count."""
+def _add_to_histogram(keys, valid, group, ranges, histogram):
+    """Add keys inside the range of their group to its histogram."""
     low = tl.load(ranges + group * 4 + LOW)
     inside = valid & (keys >= low) & (keys <= tl.load(ranges + group * 4 + HIGH))
     digit = (keys.to(tl.int64) - low) >> tl.load(ranges + group * 4 + SHIFT)
-    tl.atomic_add(counts + group * SLOTS + digit, tl.full(keys.shape, 1, tl.int64), mask=inside, sem="relaxed")
+    tl.atomic_add(histogram + group * SLOTS + digit, tl.full(keys.shape, 1, tl.int64), mask=inside, sem="relaxed")
 
 
 @triton.jit
-def _add_outside(keys, valid, group, ranges, counts):
-    """Count keys below and above the range: only few different addresses, so programs of one group add up first."""
+def _add_outside(keys, valid, group, ranges, histogram):
+    """Count keys below and above the range. All go to two addresses, so they are summed before the atomic add."""
     below = valid & (keys < tl.load(ranges + group * 4 + LOW))
     above = valid & (keys > tl.load(ranges + group * 4 + HIGH))
     first = tl.min(group)
     if first == tl.max(group):
-        ends = counts + first * SLOTS + BINS
+        ends = histogram + first * SLOTS + BINS
         tl.atomic_add(ends, tl.sum(below.to(tl.int32)).to(tl.int64), sem="relaxed")
         tl.atomic_add(ends + 1, tl.sum(above.to(tl.int32)).to(tl.int64), sem="relaxed")
     else:
         ones = tl.full(keys.shape, 1, tl.int64)
-        tl.atomic_add(counts + group * SLOTS + BINS + tl.zeros(keys.shape, tl.int64), ones, mask=below, sem="relaxed")
         tl.atomic_add(
-            counts + group * SLOTS + BINS + 1 + tl.zeros(keys.shape, tl.int64), ones, mask=above, sem="relaxed"
+            histogram + group * SLOTS + BINS + tl.zeros(keys.shape, tl.int64), ones, mask=below, sem="relaxed"
+        )
+        tl.atomic_add(
+            histogram + group * SLOTS + BINS + 1 + tl.zeros(keys.shape, tl.int64), ones, mask=above, sem="relaxed"
         )
 
 
 @triton.jit(do_not_specialize=["first", "count", "shift"])
-def _survey(
-    rows, scales, owners, tiles, first, count, shift, eps, ranges, counts,
+def _sample_histogram(
+    rows, scales, owners, tiles, first, count, shift, eps, ranges, histogram,
     FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
     KIND: tl.constexpr, LISTS: tl.constexpr, ROUGH: tl.constexpr,
 ):  # fmt: skip
@@ -105,48 +106,48 @@ def _survey(
     valid = valid & (score == score)
     keys = key_of(score)
     group = tl.load(row + GROUP)[:, None]
-    _add_to_histogram(keys, valid, group, ranges, counts)
-    _add_outside(keys, valid, group, ranges, counts)
+    _add_to_histogram(keys, valid, group, ranges, histogram)
+    _add_outside(keys, valid, group, ranges, histogram)
 
 
 @triton.jit(do_not_specialize=["size", "group"])
-def _count(scores, size, group, ranges, counts):
+def _add_scores(scores, size, group, ranges, histogram):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(scores + place, mask=place < size, other=float("nan"))
     keys = key_of(score)
     groups = tl.full((1,), group, tl.int64)
-    _add_to_histogram(keys, score == score, groups, ranges, counts)
-    _add_outside(keys, score == score, groups, ranges, counts)
+    _add_to_histogram(keys, score == score, groups, ranges, histogram)
+    _add_outside(keys, score == score, groups, ranges, histogram)
 
 
 @triton.jit
-def _narrow(
-    ranges, counts, totals, wanted, shares, failed, sigmas,
+def _narrow_ranges(
+    ranges, histogram, totals, wanted, fractions, failed, sigmas,
     SAMPLED: tl.constexpr, COLLECTED: tl.constexpr, BEGIN: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0).to(tl.int64)
     mine = ranges + group * 4
     low, high, shift, first = tl.load(mine + LOW), tl.load(mine + HIGH), tl.load(mine + SHIFT), tl.load(mine + RANK)
-    bins = counts + group * SLOTS + tl.arange(0, BINS)
-    ends = counts + group * SLOTS + BINS
+    bins = histogram + group * SLOTS + tl.arange(0, BINS)
+    ends = histogram + group * SLOTS + BINS
     here = tl.load(bins)
     upto = tl.cumsum(here, 0)
     seen = tl.sum(here)
     last = first
     if SAMPLED:
         below = tl.load(ends)
-        share = tl.load(shares + group)
+        fraction = tl.load(fractions + group)
         size = (seen + below + tl.load(ends + 1)).to(tl.float64)
-        margin = sigmas * tl.sqrt(share * size * (1.0 - share)) + 1.0
-        first = tl.floor(share * size - margin).to(tl.int64) - below
-        last = tl.ceil(share * size + margin).to(tl.int64) - below
+        margin = sigmas * tl.sqrt(fraction * size * (1.0 - fraction)) + 1.0
+        first = tl.floor(fraction * size - margin).to(tl.int64) - below
+        last = tl.ceil(fraction * size + margin).to(tl.int64) - below
     elif BEGIN:
         first = tl.load(wanted + group) - tl.load(totals + group * COUNTERS + BELOW)
         last = first
     begin = tl.minimum(tl.sum((upto < first).to(tl.int64)), BINS - 1)
     end = tl.sum((upto < last).to(tl.int64))
     before = tl.max(tl.where(upto < first, upto, 0))
-    tl.store(bins, tl.zeros((BINS,), tl.int64))  # clean for the next turn
+    tl.store(bins, tl.zeros((BINS,), tl.int64))  # clear for the next pass
     tl.store(ends, first * 0)
     tl.store(ends + 1, first * 0)
     new_high = tl.where(end < BINS, tl.minimum(high, low + ((end + 1) << shift) - 1), high)
@@ -155,7 +156,7 @@ def _narrow(
         bad = (first < 1) | (first > seen) | (tl.load(totals + group * COUNTERS + OVER) != 0)
         if LAST:
             bad = bad | (new_low < new_high)
-        bad = bad | (tl.load(failed + group) != 0)  # stays so at the next turn
+        bad = bad | (tl.load(failed + group) != 0)  # a failure stays
         tl.store(failed + group, bad.to(tl.int64))
         new_low, new_high = tl.where(bad, low, new_low), tl.where(bad, high, new_high)
     tl.store(mine + LOW, new_low)
@@ -170,7 +171,7 @@ def _narrow(
 
 @triton.jit
 def _ones_in(bits):
-    """How many of 16 bits are set."""
+    """Population count of 16 bits."""
     bits = bits - ((bits >> 1) & 0x5555)
     bits = (bits & 0x3333) + ((bits >> 2) & 0x3333)
     bits = (bits + (bits >> 4)) & 0x0F0F
@@ -179,13 +180,13 @@ def _ones_in(bits):
 
 @triton.jit
 def _in_words(values, lane):
-    """Flags of a tile (two of them, in bits 0 and 16), sixteen to a word."""
+    """Pack the flags of a tile, 16 weights per word; values hold one flag in bit 0 and may hold another in bit 16."""
     return tl.sum(tl.reshape(values << (lane & 15), (TILE // RUN, RUN)), axis=1)
 
 
 @triton.jit
 def _words_alive(row, start, left, KIND: tl.constexpr):
-    """Which of a tile's places exist and, where the mask is packed, compete; sixteen to a word."""
+    """Which weights of a tile exist and, if the mask is packed, compete; 16 per word."""
     place = tl.arange(0, TILE // RUN)
     word = (1 << tl.maximum(tl.minimum(left - place * RUN, RUN), 0)) - 1
     if KIND == BITS:
@@ -196,7 +197,7 @@ def _words_alive(row, start, left, KIND: tl.constexpr):
 
 @triton.jit
 def _write_mask(row, start, lane, kept, words, left, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """A tile of a mask, as bytes or as bits. Masks of bits end with a whole word of 32."""
+    """Store a tile of a mask, as bytes or as bits. Packed masks end on a whole 32-bit word."""
     address = tl.load(row + MASK)
     if KIND == BITS:
         place = tl.arange(0, TILE // RUN)
@@ -213,7 +214,7 @@ def _write_mask(row, start, lane, kept, words, left, KIND: tl.constexpr, ALIGNED
 
 @triton.jit
 def _tile(rows, owners, tiles, first, LISTS: tl.constexpr, ALIGNED: tl.constexpr):
-    """This program's tile: its number, its tensor and row, where it starts there, and how much of it there is."""
+    """The tile of this program: its number, its tensor and row, its first index there, and its number of weights."""
     tile = first + tl.program_id(0).to(tl.int64)
     if LISTS:
         tile = tl.load(tiles + tl.program_id(0)).to(tl.int64)
@@ -227,26 +228,26 @@ def _tile(rows, owners, tiles, first, LISTS: tl.constexpr, ALIGNED: tl.constexpr
 
 
 @triton.jit
-def _list(count, tile, lane, middle, found, score, begin, room, positions, keys):
-    """Collect positions and keys of single weights, whose scores nobody could compute again. True if room ran out."""
+def _list(count, tile, lane, middle, found, score, begin, capacity, positions, keys):
+    """Collect positions and keys, for scores a kernel cannot compute again. True if the buffer is full."""
     slot = tl.atomic_add(count + LISTED, found.to(tl.int64), sem="relaxed")
     where = begin + slot + tl.cumsum(middle.to(tl.int32), 0) - 1
-    fits = middle & (where < begin + room)
+    fits = middle & (where < begin + capacity)
     tl.store(positions + where, tile * TILE + lane, mask=fits)
     tl.store(keys + where, key_of(score), mask=fits)
-    return slot + found > room
+    return slot + found > capacity
 
 
 @triton.jit
-def _note(count, tile, inside, begin, room, words):
-    """Collect words of sixteen weights of which some are inside: a sixteenth of the work. True if room ran out."""
+def _note(count, tile, inside, begin, capacity, words):
+    """Collect words of 16 weights with any inside: 16 times fewer stores. True if the buffer is full."""
     some = (inside != 0).to(tl.int32)
     wanted = tl.sum(some)
     slot = tl.atomic_add(count + WORDS, wanted.to(tl.int64), sem="relaxed")
     where = begin + slot + tl.cumsum(some, 0) - 1
     word = ((tile * (TILE // RUN) + tl.arange(0, TILE // RUN)) << 16) | inside
-    tl.store(words + where, word, mask=(inside != 0) & (where < begin + room))
-    return slot + wanted > room
+    tl.store(words + where, word, mask=(inside != 0) & (where < begin + capacity))
+    return slot + wanted > capacity
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -305,7 +306,7 @@ def _sweep(
 
 
 @triton.jit(do_not_specialize=["first"])
-def _give_up(
+def _prune_many_ties(
     rows, scales, owners, tiles, first, given, eps, ranges, before, quotas,
     FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
     KIND: tl.constexpr, LISTS: tl.constexpr, STORED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -329,24 +330,24 @@ def _give_up(
         _write_mask(row, start, lane, kept, _in_words(kept.to(tl.int32), lane), left, STORED, ALIGNED)
 
 
-RIVALS: tl.constexpr = tl.constexpr(64)  # others that those in order are compared with at a time
-NOWHERE: tl.constexpr = tl.constexpr(1 << 62)  # a position after all others
+TIE_CHUNK: tl.constexpr = tl.constexpr(64)  # ties that a program compares its own with at a time
+PAST_END: tl.constexpr = tl.constexpr(1 << 62)  # sorts after every position
 
 
 @triton.jit
-def _collected(block_groups, counters, rooms, COLUMN: tl.constexpr):
-    """The block of what was collected that this program looks at: its group, its places, and which are filled."""
+def _collected(block_groups, counters, starts, COLUMN: tl.constexpr):
+    """The block of collected words or keys that this program reads: its group, its indices, and which are filled."""
     block = tl.program_id(0)
     group = tl.load(block_groups + block).to(tl.int64)
     place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    over = tl.load(counters + group * COUNTERS + OVER) != 0  # some of it was never written: take none
-    filled = tl.load(rooms + group) + tl.where(over, 0, tl.load(counters + group * COUNTERS + COLUMN))
+    over = tl.load(counters + group * COUNTERS + OVER) != 0  # some entries were never written: read none
+    filled = tl.load(starts + group) + tl.where(over, 0, tl.load(counters + group * COUNTERS + COLUMN))
     return group, place, place < filled
 
 
 @triton.jit
-def _drop(rows, owners, position, gone, STORED: tl.constexpr):
-    """Clear the mask at these positions of the table."""
+def _clear(rows, owners, position, gone, STORED: tl.constexpr):
+    """Clear the mask at these positions, where `gone`."""
     tile = position // TILE
     row = rows + tl.load(owners + tile, mask=gone, other=0).to(tl.int64) * COLUMNS
     index = (tile - tl.load(row + FIRST, mask=gone, other=0)) * TILE + position % TILE
@@ -360,12 +361,12 @@ def _drop(rows, owners, position, gone, STORED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["launch"])
-def _unfold(
-    rows, scales, owners, block_groups, counters, rooms, words, positions, keys, spoiled, ranges, eps, launch,
+def _score_candidates(
+    rows, scales, owners, block_groups, counters, starts, words, positions, keys, nan_counts, ranges, eps, launch,
     FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
     STORED: tl.constexpr,
 ):  # fmt: skip
-    group, place, valid = _collected(block_groups, counters, rooms, WORDS)
+    group, place, valid = _collected(block_groups, counters, starts, WORDS)
     if tl.max(valid.to(tl.int32)) > 0:
         word = tl.load(words + place, mask=valid, other=0)
         start = (word >> 16) * RUN
@@ -376,8 +377,8 @@ def _unfold(
         scale = tl.load(scales + owner)
         low, high = tl.load(ranges + group * 4 + LOW), tl.load(ranges + group * 4 + HIGH)
         count = counters + group * COUNTERS
-        begin = tl.load(rooms + group)
-        room = tl.load(rooms + group + 1) - begin
+        begin = tl.load(starts + group)
+        capacity = tl.load(starts + group + 1) - begin
         bits = tl.where(valid, word & 0xFFFF, 0).to(tl.int32)
         while tl.max(bits) > 0:
             some = bits > 0
@@ -389,99 +390,102 @@ def _unfold(
             )
             bad = some & (score != score)
             if tl.max(bad.to(tl.int32)) > 0:
-                tl.atomic_add(spoiled + owner, tl.full(owner.shape, 1, tl.int64), mask=bad, sem="relaxed")
+                tl.atomic_add(nan_counts + owner, tl.full(owner.shape, 1, tl.int64), mask=bad, sem="relaxed")
             key = key_of(score)
-            below = some & (key < low)  # a rough score kept it; the exact one does not
+            below = some & (key < low)  # the fast-math score was inside, the exact one is below
             if tl.max(below.to(tl.int32)) > 0:
-                _drop(rows, owners, start + lane, below, STORED)
+                _clear(rows, owners, start + lane, below, STORED)
                 counted = tl.sum(tl.where(below, tl.load(row + COUNTED), 0))
                 tl.atomic_add(count + BELOW, counted, sem="relaxed")
             some = some & (key >= low) & (key <= high)
             found = tl.sum(some.to(tl.int32))
             slot = tl.atomic_add(count + LISTED, found.to(tl.int64), sem="relaxed")
             where = slot + tl.cumsum(some.to(tl.int32), 0) - 1
-            fits = some & (where < room)
+            fits = some & (where < capacity)
             tl.store(positions + begin + where, start + lane, mask=fits)
             tl.store(keys + begin + where, key, mask=fits)
-            if slot + found > room:
+            if slot + found > capacity:
                 tl.store(count + OVER, tl.full((), 1, tl.int64))
 
 
 @triton.jit
-def _tally(rows, owners, block_groups, counters, rooms, positions, keys, ranges, counts, PEERS: tl.constexpr):
-    group, place, valid = _collected(block_groups, counters, rooms, LISTED)
+def _count_candidates(
+    rows, owners, block_groups, counters, starts, positions, keys, ranges, histogram, PEERS: tl.constexpr
+):  # fmt: skip
+    group, place, valid = _collected(block_groups, counters, starts, LISTED)
     if tl.max(valid.to(tl.int32)) > 0:
         if PEERS:
             tile = tl.load(positions + place, mask=valid, other=0) // TILE
             owner = tl.load(owners + tile, mask=valid, other=0).to(tl.int64)
             valid = valid & (tl.load(rows + owner * COLUMNS + COUNTED, mask=valid, other=0) != 0)
-        _add_to_histogram(tl.load(keys + place, mask=valid, other=0), valid, group, ranges, counts)
+        _add_to_histogram(tl.load(keys + place, mask=valid, other=0), valid, group, ranges, histogram)
 
 
-@triton.jit(do_not_specialize=["few_room"])
-def _settle(
-    rows, owners, block_groups, counters, failed, rooms, positions, keys, ranges, few, few_room, equal,
+@triton.jit(do_not_specialize=["tie_capacity"])
+def _apply_cut(
+    rows, owners, block_groups, counters, failed, starts, positions, keys, ranges, ties, tie_capacity, tie_counts,
     STORED: tl.constexpr, PEERS: tl.constexpr,
 ):  # fmt: skip
-    group, place, valid = _collected(block_groups, counters, rooms, LISTED)
+    group, place, valid = _collected(block_groups, counters, starts, LISTED)
     if (tl.load(failed + group) == 0) & (tl.max(valid.to(tl.int32)) > 0):
         cut = tl.load(ranges + group * 4 + LOW)
         key = tl.load(keys + place, mask=valid, other=0)
         position = tl.load(positions + place, mask=valid, other=0)
-        _drop(rows, owners, position, valid & (key < cut), STORED)
+        _clear(rows, owners, position, valid & (key < cut), STORED)
         same = valid & (key == cut)
         found = tl.sum(same.to(tl.int32))
         if found > 0:
             slot = tl.atomic_add(counters + group * COUNTERS + EQUAL, found.to(tl.int64), sem="relaxed")
             where = slot + tl.cumsum(same.to(tl.int32), 0) - 1
-            tl.store(few + group * few_room + where, position, mask=same & (where < few_room))
+            tl.store(ties + group * tie_capacity + where, position, mask=same & (where < tie_capacity))
             if PEERS:
                 owner = tl.load(owners + position // TILE, mask=same, other=0).to(tl.int64)
-                tl.atomic_add(equal + owner, tl.full(owner.shape, 1, tl.int64), mask=same, sem="relaxed")
+                tl.atomic_add(tie_counts + owner, tl.full(owner.shape, 1, tl.int64), mask=same, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["few_room"])
-def _order(rows, owners, counters, failed, ranges, few, few_room, quotas, STORED: tl.constexpr, PEERS: tl.constexpr):
-    group = tl.program_id(0).to(tl.int64) // (few_room // ORDERED)
-    block = tl.program_id(0) % (few_room // ORDERED)
+@triton.jit(do_not_specialize=["tie_capacity"])
+def _prune_ties(
+    rows, owners, counters, failed, ranges, ties, tie_capacity, quotas, STORED: tl.constexpr, PEERS: tl.constexpr
+):  # fmt: skip
+    group = tl.program_id(0).to(tl.int64) // (tie_capacity // TIES_PER_PROGRAM)
+    block = tl.program_id(0) % (tie_capacity // TIES_PER_PROGRAM)
     found = tl.load(counters + group * COUNTERS + EQUAL)
-    if (found > few_room) & (tl.load(failed + group) == 0):
-        tl.store(failed + group, tl.full((), CROWDED, tl.int64))  # by every program alike
-    elif (block * ORDERED < found) & (tl.load(failed + group) == 0):
-        place = block * ORDERED + tl.arange(0, ORDERED)
+    if (found > tie_capacity) & (tl.load(failed + group) == 0):
+        tl.store(failed + group, tl.full((), TOO_MANY_TIES, tl.int64))  # every program stores the same
+    elif (block * TIES_PER_PROGRAM < found) & (tl.load(failed + group) == 0):
+        place = block * TIES_PER_PROGRAM + tl.arange(0, TIES_PER_PROGRAM)
         valid = place < found
-        position = tl.load(few + group * few_room + place, mask=valid, other=0)
+        position = tl.load(ties + group * tie_capacity + place, mask=valid, other=0)
         owner = tl.load(owners + position // TILE, mask=valid, other=0).to(tl.int64)
-        quota = tl.zeros((ORDERED,), tl.int64) + tl.load(ranges + group * 4 + RANK)
+        quota = tl.zeros((TIES_PER_PROGRAM,), tl.int64) + tl.load(ranges + group * 4 + RANK)
         if PEERS:
             quota = tl.load(quotas + owner, mask=valid, other=0)
-        earlier = tl.zeros((ORDERED,), tl.int32)
-        for first in range(0, found, RIVALS):
-            other = first + tl.arange(0, RIVALS)
-            rival = tl.load(few + group * few_room + other, mask=other < found, other=NOWHERE)
-            before = rival[None, :] < position[:, None]
+        earlier = tl.zeros((TIES_PER_PROGRAM,), tl.int32)
+        for first in range(0, found, TIE_CHUNK):
+            other = first + tl.arange(0, TIE_CHUNK)
+            theirs = tl.load(ties + group * tie_capacity + other, mask=other < found, other=PAST_END)
+            before = theirs[None, :] < position[:, None]
             if PEERS:
-                theirs = tl.load(owners + rival // TILE, mask=other < found, other=-1).to(tl.int64)
-                before = before & (theirs[None, :] == owner[:, None])
+                owner_of = tl.load(owners + theirs // TILE, mask=other < found, other=-1).to(tl.int64)
+                before = before & (owner_of[None, :] == owner[:, None])
             earlier += tl.sum(before.to(tl.int32), 1)
-        _drop(rows, owners, position, valid & (earlier < quota), STORED)
+        _clear(rows, owners, position, valid & (earlier < quota), STORED)
 
 
-DEAD_KEY = tl.constexpr(DEAD)
-LONGEST = 1 << 14  # weights of a tile that fit a program's registers
+DEAD_KEY = tl.constexpr(exact.DEAD_KEY)
 
 
 @triton.jit(do_not_specialize=["width"])
 def _rank(
-    rows, scales, owners, firsts, members, gone, given, eps, width, spoiled,
+    rows, scales, owners, firsts, members, gone, given, eps, width, nan_counts,
     FORMULA: tl.constexpr, SIXTEENTHS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr,
-    KIND: tl.constexpr, STORED: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr,
+    KIND: tl.constexpr, STORED: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     place = tl.load(owners + tl.program_id(0)).to(tl.int64)
     owner = tl.load(members + place)
     row = rows + owner * COLUMNS
     tile = (tl.program_id(0) - tl.load(firsts + place)) * TILES + tl.arange(0, TILES)
-    lane = tl.arange(0, ROOM)
+    lane = tl.arange(0, PADDED)
     start = tl.min(tile) * width
     offset = (tl.arange(0, TILES) * width)[:, None] + lane[None, :]
     valid = (start + offset < tl.load(row + NUMEL)) & (lane < width)[None, :]
@@ -492,10 +496,10 @@ def _rank(
     )  # fmt: skip
     nan = tl.sum((alive & (score != score)).to(tl.int32))
     if nan > 0:
-        tl.atomic_add(spoiled + owner, nan.to(tl.int64), sem="relaxed")
+        tl.atomic_add(nan_counts + owner, nan.to(tl.int64), sem="relaxed")
     keys = tl.where(alive, key_of(score), tl.where(valid, DEAD_KEY, 0x7FFFFFFF))
     count = tl.load(gone + place).to(tl.int32)
-    # The count-th lowest key, bit by bit from the top: the largest with fewer than `count` below it.
+    # Find the count-th lowest key bit by bit from the top: the largest key with fewer than `count` keys below it.
     cut = tl.full((TILES,), -0x80000000, tl.int32)
     for bit in tl.static_range(31, -1, -1):
         candidate = cut ^ (-0x80000000 if bit == 31 else 1 << bit)
@@ -507,41 +511,11 @@ def _rank(
     kept = alive & ((keys > cut[:, None]) | (same & (rank > count)) | (tl.zeros_like(keys) == count))
     address = tl.load(row + MASK)
     if STORED == BITS:
-        bits = tl.reshape(kept.to(tl.int32) << (offset & 15).to(tl.int32), (TILES * ROOM // RUN, RUN))
-        where = tl.reshape(start + offset, (TILES * ROOM // RUN, RUN))
-        inside = tl.reshape(valid.to(tl.int32), (TILES * ROOM // RUN, RUN))
+        bits = tl.reshape(kept.to(tl.int32) << (offset & 15).to(tl.int32), (TILES * PADDED // RUN, RUN))
+        where = tl.reshape(start + offset, (TILES * PADDED // RUN, RUN))
+        inside = tl.reshape(valid.to(tl.int32), (TILES * PADDED // RUN, RUN))
         words = address.to(tl.pointer_type(tl.uint16)) + tl.min(where, axis=1) // RUN
         tl.store(words, tl.sum(bits, axis=1).to(tl.uint16), mask=tl.max(inside, axis=1) > 0)
     else:
         pointer = address.to(tl.pointer_type(tl.int8)) + start
         tl.store(pointer + offset, kept.to(tl.int8), mask=valid)
-
-
-def packs(width: int) -> bool:
-    """Whether tiles of this width can be written as bits: words of sixteen must not be shared by programs."""
-    return width % RUN.value == 0 or (width & (width - 1)) == 0
-
-
-def rank(table: Table, board: Board, widths: Sequence[int], gone: Sequence[int]) -> None:
-    """In every tile of `widths[piece]` neighbours, drop the lowest scores until `gone[piece]` are; the dead count."""
-    for number, of in enumerate(table.launches):
-        assert of.piece is None
-        members = [n for n in range(len(table.pieces)) if table.launch_of(n) == number]
-        for width in dict.fromkeys(widths[n] for n in members):
-            mine = [n for n in members if widths[n] == width]
-            _launch(table, board, number, mine, width, [gone[n] for n in mine])
-
-
-def _launch(table: Table, board: Board, number: int, members: list[int], width: int, gone: list[int]) -> None:
-    room = triton.next_power_of_2(width)
-    tiles = max(1, 4096 // room, -(-RUN.value // room))
-    counts = tuple([table.pieces[n].numel // width for n in members])
-    firsts, owners = layout(counts, tiles, table.device)
-    size = len(members)
-    sent = to_device([*firsts[:-1], *members, *gone], torch.int64, table.device).split([size, size, size])
-    of = table.launches[number]
-    arguments = (
-        table.rows, table.scales, owners, *sent, table.scales, of.kind.plan.eps, width, board.spoiled
-    )  # fmt: skip
-    warps = 16 if room * tiles > 8192 else 8
-    launch(_rank, owners.numel(), arguments, (*formula_of(of), of.kind.alive, table.mask_kind, tiles, room), warps)
