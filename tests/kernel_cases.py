@@ -88,6 +88,13 @@ def extremes(values: dict[str, Tensor]) -> None:
     values["exp_avg_sq"][values["weight"].isinf()] = 0.5  # infinity times zero would not be a number
 
 
+def subnormals(values: dict[str, Tensor]) -> None:
+    """Every third second moment below 1e-38, with weights so large that some of them must stay."""
+    few = values["exp_avg_sq"][::3]
+    few.copy_(torch.logspace(-45, -38.5, few.numel(), dtype=torch.float64).float())
+    values["weight"][::3] *= 1e7
+
+
 class Lockstep:
     """Runs every kernel and its twin on copies of the same state, and compares all that either has written."""
 

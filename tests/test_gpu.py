@@ -49,6 +49,13 @@ def test_every_score(number: int, ops: Any, small: None) -> None:
                 cases.check_selection(ops, pieces, 0.43, packed=alive != "bool", layers=layers)
 
 
+@pytest.mark.parametrize("score", ["variance", "fisher", "variance(q=3/8)"])
+def test_the_fast_root_loses_no_subnormal(score: str, ops: Any, small: None) -> None:
+    pieces = cases.pieces_for(score, GPU, (300_000, 70_001), change=cases.subnormals)
+    for share in (0.2, 0.5, 0.8):
+        cases.check_selection(ops, pieces, share, packed=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True])
 def test_millions_of_weights(dtype: torch.dtype, packed: bool, ops: Any) -> None:

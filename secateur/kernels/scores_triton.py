@@ -22,6 +22,7 @@ GIVEN = tl.constexpr(table.GIVEN)
 MAGNITUDE = tl.constexpr(table.MAGNITUDE)
 MOMENTUM = tl.constexpr(table.MOMENTUM)
 VARIANCE = tl.constexpr(table.VARIANCE)
+BARE = tl.constexpr(table.BARE)
 WANDA = tl.constexpr(table.WANDA)
 
 ALIVE = tl.constexpr(table.ALIVE)
@@ -105,6 +106,11 @@ def score_at(
         if FORMULA == VARIANCE:
             second = read(tl.load(row + FACT1), start, lane, valid, TYPE1, ALIGNED).to(tl.float32)
             score = tl.abs(_power(second + eps, SIXTEENTHS, ROUGH) * weight)
+        elif FORMULA == BARE:
+            second = read(tl.load(row + FACT1), start, lane, valid, TYPE1, ALIGNED).to(tl.float32)
+            score = tl.abs(_power(second, SIXTEENTHS, ROUGH) * weight)
+            if ROUGH:  # the fast root flushes subnormals: NaN leaves them to the exact pass
+                score = tl.where((second > 0.0) & (second < 1.1754943508222875e-38), float("nan"), score)
         elif FORMULA == MOMENTUM:
             moment = read(tl.load(row + FACT1), start, lane, valid, TYPE1, ALIGNED).to(tl.float32)
             score = score * _root(tl.abs(moment * scale) + eps, ROUGH)

@@ -32,11 +32,11 @@ from secateur.kernels.table import (
     TILE,
     TOO_MANY_TIES,
     Launch,
+    MaskMemory,
     SelectionState,
     Table,
     jitter,
     mask_kind,
-    new_masks,
     range_of,
     to_device,
 )
@@ -168,10 +168,8 @@ class Batch:
 class Selector:
     """Runs selections over tensors of one device."""
 
-    def __init__(
-        self, ops: SelectionOps, tensors: Sequence[ScoredTensor], masks: Sequence[Tensor], peers: Peers
-    ) -> None:
-        self.ops, self.tensors, self.masks, self.peers = ops, tensors, masks, peers
+    def __init__(self, ops: SelectionOps, tensors: Sequence[ScoredTensor], memory: MaskMemory, peers: Peers) -> None:
+        self.ops, self.tensors, self.memory, self.peers = ops, tensors, memory, peers
         self.many = peers.size > 1
 
     def start(self, numbers: list[int], requests: Sequence[Request]) -> Batch:
@@ -212,7 +210,7 @@ class Selector:
     def _table(self, requests: Sequence[Request]) -> Table:
         members = [number for request in requests for number in request.tensors]
         groups = [group for group, request in enumerate(requests) for _ in request.tensors]
-        return Table([self.tensors[n] for n in members], groups, [self.masks[n] for n in members], rank=self.peers.rank)
+        return Table([self.tensors[n] for n in members], groups, self.memory, members, rank=self.peers.rank)
 
     def _sample(self, table: Table, state: SelectionState, shift: int) -> None:
         """Count one run of every `1 << shift` into the histograms."""
@@ -341,10 +339,11 @@ def prune_groups(
     The host waits for the device once for all groups, unless some must run again.
     """
     tensors = [tensor for group in groups for tensor in group]
-    masks = new_masks([tensor.numel for tensor in tensors], BITS if packed else BOOL, tensors[0].device)
+    memory = MaskMemory([tensor.numel for tensor in tensors], BITS if packed else BOOL, tensors[0].device)
     requests = requests_for(groups, counts, peers)
-    selector = Selector(ops, tensors, masks, peers)
+    selector = Selector(ops, tensors, memory, peers)
     started = [selector.start(numbers, [requests[n] for n in numbers]) for numbers in batches(requests)]
+    masks = memory.tensors
     for request in requests:
         for number in request.tensors if request.wanted == 0 else ():
             keep_all(tensors[number], masks[number])
@@ -410,11 +409,12 @@ def rank_tiles(
     """Masks without the `gone` lowest of every `width` neighbours, and NaN counts by tensor. None: no kernel for it."""
     if any(width > MAX_RANK_WIDTH or (packed and not can_pack(width)) for width in widths):
         return None
-    masks = new_masks([tensor.numel for tensor in tensors], BITS if packed else BOOL, tensors[0].device)
+    memory = MaskMemory([tensor.numel for tensor in tensors], BITS if packed else BOOL, tensors[0].device)
+    masks = memory.tensors
     for tensor, mask in zip(tensors, masks, strict=True):
         if packed and tensor.numel % 32:
             mask[-4:].zero_()  # bits past the end stay zero, so that masks can be counted and compared
-    table = Table(tensors, [0] * len(tensors), masks)
+    table = Table(tensors, [0] * len(tensors), memory, range(len(tensors)))
     if any(launch.tensor is not None for launch in table.launches):
         return None
     state = SelectionState(table, [0], [1])

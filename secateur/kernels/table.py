@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -35,7 +35,8 @@ from secateur.scores import (
 from secateur.selection.exact import HIGHEST_KEY, LOWEST_KEY, ScoredTensor, sent
 
 # Formulas with a kernel. GIVEN stands for all others: torch evaluates the scores and passes them to the kernel.
-GIVEN, MAGNITUDE, VARIANCE, MOMENTUM, BITTER0, BITTER6, WANDA = range(7)
+# BARE is VARIANCE without an eps.
+GIVEN, MAGNITUDE, VARIANCE, BARE, MOMENTUM, BITTER0, BITTER6, WANDA = range(8)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 TILE = 4096  # weights per program: 32 for each of 128 threads
@@ -71,17 +72,17 @@ class Plan(NamedTuple):
     def fast_math(self) -> bool:
         """Whether the first pass may use the fast square root and division.
 
-        The fast sqrt flushes numbers below 1e-38 to zero. That is safe only where an eps is added first, and not where
-        a root is taken of a quotient (BITTER6).
+        The fast sqrt flushes numbers below 1e-38 to zero. That is safe where an eps is added first, and for BARE, whose
+        kernel leaves such numbers to the exact pass; not where a root is taken of a quotient (BITTER6).
         """
-        return self.formula != BITTER6 and (self.eps >= 1e-20 or self.formula in (MAGNITUDE, WANDA))
+        return self.formula != BITTER6 and (self.eps >= 1e-20 or self.formula in (MAGNITUDE, WANDA, BARE))
 
 
 _RULES: dict[Callable[..., Tensor], tuple[int, tuple[str, ...]]] = {
     magnitude: (MAGNITUDE, ("weight",)),
     bitter7: (VARIANCE, ("weight", "exp_avg_sq")),
-    variance: (VARIANCE, ("weight", "exp_avg_sq")),
-    fisher: (VARIANCE, ("weight", "exp_avg_sq")),
+    variance: (BARE, ("weight", "exp_avg_sq")),
+    fisher: (BARE, ("weight", "exp_avg_sq")),
     bitter3: (MOMENTUM, ("weight", "exp_avg")),
     bitter4: (MOMENTUM, ("weight", "exp_avg")),
     bitter8: (MOMENTUM, ("weight", "exp_avg")),
@@ -163,12 +164,24 @@ class Launch:
     tensor: int | None = None  # the only tensor of this launch, if torch evaluates its scores
 
 
-def new_masks(sizes: Sequence[int], kind: int, device: torch.device) -> list[Tensor]:
-    """Uninitialized flat masks in one allocation. Packed masks end on a 32-bit word: bits are cleared atomically."""
-    used = list(sizes) if kind == BOOL else [-(-size // 32) * 4 for size in sizes]
-    padded = [-(-size // 16) * 16 for size in used]
-    parts = torch.empty(sum(padded), dtype=torch.bool if kind == BOOL else torch.uint8, device=device).split(padded)
-    return [part if size == part.numel() else part[:size] for part, size in zip(parts, used, strict=True)]
+class MaskMemory:
+    """Uninitialized flat masks in one allocation; packed masks end on a 32-bit word, since bits are cleared atomically.
+
+    Launches need only the addresses. The tensors are made on first use, while the device already works.
+    """
+
+    def __init__(self, sizes: Sequence[int], kind: int, device: torch.device) -> None:
+        self.kind = kind
+        self._sizes = list(sizes) if kind == BOOL else [-(-size // 32) * 4 for size in sizes]
+        *self._starts, end = 0, *accumulate([-(-size // 16) * 16 for size in self._sizes])
+        self._memory = torch.empty(end, dtype=torch.bool if kind == BOOL else torch.uint8, device=device)
+        first = self._memory.data_ptr()
+        self.addresses = [first + start for start in self._starts]
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        places = zip(self._starts, self._sizes, strict=True)
+        return [self._memory[start : start + size] for start, size in places]
 
 
 def mask_kind(mask: Tensor | None) -> int:
@@ -202,10 +215,16 @@ class Table:
     """The tensors of one or more selections (groups), laid out for launches on one device."""
 
     def __init__(
-        self, tensors: Sequence[ScoredTensor], groups: Sequence[int], masks: Sequence[Tensor], rank: int = 0
+        self,
+        tensors: Sequence[ScoredTensor],
+        groups: Sequence[int],
+        memory: MaskMemory,
+        members: Sequence[int],
+        rank: int = 0,
     ) -> None:
-        self.tensors, self.groups, self.masks, self.device = tensors, groups, masks, tensors[0].device
-        self.mask_kind = mask_kind(masks[0])
+        """`members` are the places of these tensors in the mask memory."""
+        self.tensors, self.groups, self.device = tensors, groups, tensors[0].device
+        self._memory, self._members, self.mask_kind = memory, members, memory.kind
         self.counted = [not tensor.replicated or rank == 0 for tensor in tensors]
         self.first, self.owners = layout(tuple([tensor.numel for tensor in tensors]), TILE, self.device)
         self.tiles = self.first[-1]
@@ -227,8 +246,13 @@ class Table:
         """The number of the launch that covers a tensor."""
         return self._launch_of[tensor]
 
+    @cached_property
+    def masks(self) -> list[Tensor]:
+        """The masks to be written."""
+        return [self._memory.tensors[place] for place in self._members]
+
     def _entry(self, number: int, tensor: ScoredTensor, fused: Fused | None) -> Entry:
-        alive, numel, mask = tensor.alive, tensor.numel, self.masks[number].data_ptr()
+        alive, numel, mask = tensor.alive, tensor.numel, self._memory.addresses[self._members[number]]
         address = 0 if alive is None else alive.data_ptr()
         row = (address, mask, numel, self.first[number], self.groups[number], self.counted[number])
         if fused is None:
@@ -317,13 +341,14 @@ class SelectionState:
     def __init__(self, table: Table, wanted: Sequence[int], living: Sequence[int]) -> None:
         groups, tensors, self.device = len(wanted), len(table.tensors), table.device
         self.groups = groups
-        initial = _initial(tuple(wanted), tuple(living), self.device).clone()
-        self.ranges, self.wanted, self.fractions = initial.split([4 * groups, groups, groups])
-        self.fractions = self.fractions.view(torch.float64)
-        sizes = [groups * SLOTS, groups * COUNTERS, groups, tensors, tensors]
-        zeros = torch.zeros(sum(sizes), dtype=torch.int64, device=self.device)
-        self.histogram, self.counters, self.failed, self.nan_counts, self.tie_counts = zeros.split(sizes)
-        self.readback = zeros[sizes[0] : -tensors]  # counters, failed and nan_counts: read by the host at the end
+        sizes = [4 * groups, groups, groups, groups * SLOTS, groups * COUNTERS, groups, tensors, tensors]
+        memory = torch.zeros(sum(sizes), dtype=torch.int64, device=self.device)
+        memory[: 6 * groups].copy_(_initial(tuple(wanted), tuple(living), self.device))
+        parts = torch.split_with_sizes(memory, sizes)
+        self.ranges, self.wanted, fractions, self.histogram, self.counters = parts[:5]
+        self.failed, self.nan_counts, self.tie_counts = parts[5:]
+        self.fractions = fractions.view(torch.float64)
+        self.readback = memory[sum(sizes[:4]) : -tensors]  # counters, failed, nan_counts: what the host reads
         self.totals = self.counters  # summed over peers, if there are any
         self.free_candidates()
 
