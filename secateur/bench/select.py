@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _calls(case: Case, where: str) -> dict[str, Callable[[], list[Tensor]]]:
-    """Every form, ready to be called. Ours is told once which tensors there are, as a Pruner tells it."""
+    """Every form, ready to be called. Ours prepares its tensors once, as a Pruner does."""
     calls: dict[str, Callable[[], list[Tensor]]] = {name: partial(form, case) for name, form in FORMS[where].items()}
     return calls | {OURS: forms.ours(case), PACKED: forms.ours(case, packed=True)}
 
