@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 
-from secateur.bench.measuring import against, ratio
-from secateur.bench.train import DENSE, Plan, Training, label, methods_of, plan_of, pruned_as_asked
+from secateur.bench.measuring import ratio
+from secateur.bench.train import BAR, DENSE, Plan, Training, bar, label, methods_of, plan_of, pruned_as_asked
 from secateur.lab import record
 from secateur.report import text_table
-
-BAR = 1.01  # times dense training
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,13 +79,12 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[Sequence[str], Sequence[Seque
         right = all(one["finite"] and one["exact"] for one in (row, dense))
         ratios = [ours / theirs for ours, theirs in zip(row["step_ms"], dense["step_ms"], strict=True)]
         median = statistics.median(ratios)
-        bar = "-" if row["method"] == DENSE else against(median, BAR, right, "not comparable")
         lines.append(
             (
                 label(row["mode"], row["method"]),
                 f"{statistics.median(row['step_ms']):.2f}",
                 *(ratio(one, right, "not comparable", digits=3) for one in (median, min(ratios), max(ratios))),
-                bar,
+                bar(row, median, right),
                 str(len(ratios)),
                 f"{row['pruned']:,}",
             )
