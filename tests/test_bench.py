@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +19,7 @@ import torch
 
 from secateur import optim
 from secateur.bench import NAMES, forms, measuring, scale, select, step
-from secateur.bench import step as step_forms
+from secateur.cli import bench as cli_bench
 from secateur.cli import main
 from secateur.lab import record
 
@@ -23,26 +27,37 @@ TOY = {
     "select": "--device cpu --dims 64 --layers 2 --calls 1 --rounds 1",
     "accuracy": "--up-to 100000 --draws 3 --updates 4",
     "step": "--device cpu --dim 32 --layers 2 --calls 2 --rounds 1",
-    "train": "--device cpu --tiny --modes eager --methods bitter7-own --repeats 1",
-    "pace": "--device cpu --tiny --modes eager --methods bitter7 bitter7-own",
+    "train": "--device cpu --tiny --modes eager --scores bitter7 --optimizers secateur --repeats 1",
+    "pace": "--device cpu --tiny --modes eager --scores variance",
     "scale": "--device cpu --up-to 1000000 --calls 1",
     "probe": "--device cpu --shape tiny --sequences 4 --length 12 --batches 1 2",
-    "quality": "--device cpu --model model --text text.txt --context 16 --windows 9 --sparsities 0.5",
+    "quality": "--device cpu --model model --text text.txt --context 16 --windows 9 --sparsity 0.5",
     "demo": "--steps 20",
 }
 KEYS = {
-    "select": {"seed", "sparsity", "dtype", "sizes"},
+    "select": {"seed", "sparsity", "dtype", "scores", "sizes"},
     "accuracy": {"seed", "draws", "updates", "results"},
-    "step": {"seed", "dim", "layers", "weights", "bandwidth", "agreement", "milliseconds", "floor_ms", "right"},
+    "step": {
+        "seed",
+        "sparsity",
+        "dim",
+        "layers",
+        "weights",
+        "bandwidth",
+        "agreement",
+        "milliseconds",
+        "floor_ms",
+        "right",
+    },
     "train": {"seed", "plan", "tokens", "cells"},
     "pace": {"seed", "plan", "tokens", "rows"},
-    "scale": {"seed", "sparsity", "dtype", "bandwidth", "sizes"},
+    "scale": {"seed", "sparsity", "dtype", "scores", "bandwidth", "sizes"},
     "probe": {"seed", "shape", "prunable", "passes", "recommended", "jobs"},
     "quality": {"seed", "model", "context", "windows", "dense", "cells"},
     "demo": {"seed", "header", "rows", "held_out_loss"},
 }
 ALWAYS = {"theme", "date", "command", "commit", "hardware", "memory", "versions"}
-RATIO = re.compile(r"\d\.\d+x")
+RATIO = re.compile(r"(?<!bar )\d\.\d+x")  # but for the bars in the headers
 
 
 @pytest.fixture(autouse=True)
@@ -91,13 +106,18 @@ def test_a_benchmark_writes_a_whole_record(
 def test_no_ratio_without_the_right_masks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_off(layers: forms.Layers) -> list[torch.Tensor]:
-        masks = forms.secateur(layers)
-        masks[0][:2] = ~masks[0][:2]
-        return masks
+    right = forms.ours
 
-    monkeypatch.setitem(select.FORMS, "secateur", one_off)
-    assert not bench("select", tmp_path)["sizes"][0]["right"]
+    def one_off(case: forms.Case, packed: bool = False) -> Callable[[], list[torch.Tensor]]:
+        masks = right(case, packed)()
+        if not packed:
+            masks[0][:2] = ~masks[0][:2]
+        return lambda: masks
+
+    monkeypatch.setattr(forms, "ours", one_off)
+    size = bench("select", tmp_path)["sizes"][0]
+    assert size["agrees"] == {select.OURS: False, select.PACKED: True}
+    assert not size["right"]
     printed = capsys.readouterr().out
     assert "masks differ" in printed
     assert not RATIO.search(printed)
@@ -108,9 +128,9 @@ def test_no_ratio_for_packed_masks_that_swap_two_weights(
 ) -> None:
     right = forms.ours
 
-    def swapped(layers: forms.Layers, packed: bool = False) -> Callable[[], list[torch.Tensor]]:
-        """The count is exact still; only the comparison with the sort can tell."""
-        masks = right(layers, packed)()
+    def swapped(case: forms.Case, packed: bool = False) -> Callable[[], list[torch.Tensor]]:
+        """The count is still exact; only the comparison with the sort can tell."""
+        masks = right(case, packed)()
         place = int((masks[0][1:] != masks[0][:-1]).nonzero()[0])
         masks[0][place : place + 2] = masks[0][place : place + 2].flip(0)
         return lambda: masks
@@ -129,7 +149,7 @@ def test_no_ratio_for_an_optimizer_that_steps_elsewhere(
         def __init__(self, weights: Any, *, lr: float, **settings: Any) -> None:
             super().__init__(weights, lr=1.001 * lr, **settings)
 
-    monkeypatch.setattr(step_forms.optim, "AdamW", Hasty)
+    monkeypatch.setattr(step.optim, "AdamW", Hasty)
     saved = bench("step", tmp_path)
     assert not saved["right"]
     assert saved["agreement"]["masked is as dense, zero where masked"]["right"]
@@ -140,7 +160,7 @@ def test_no_ratio_for_an_optimizer_that_steps_elsewhere(
 
 def test_no_ratio_for_an_optimizer_that_forgets_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optim.AdamW, "set_masks", lambda self, masks: None)
-    found = step.agreement(32, 2, torch.device("cpu"))
+    found = step.agreement(step.Setup(32, 2, torch.device("cpu")))
     assert found["dense is as torch's"]["right"]
     assert not found["masked is as dense, zero where masked"]["right"]
     assert not found["clipped is as torch's on clipped gradients"]["right"]
@@ -151,9 +171,15 @@ def test_options_that_cannot_work_say_so(tmp_path: Path, capsys: pytest.CaptureF
     assert "smallest size is 1,000,000" in capsys.readouterr().err
     assert main(["bench", "train", "--tiny", "--steps", "5", "--device", "cpu", "--out", str(tmp_path)]) == 2
     assert "must be a multiple" in capsys.readouterr().err
-    if not torch.cuda.is_available():
-        assert main(["bench", "step", "--device", "cuda"]) == 2
-        assert "needs a GPU" in capsys.readouterr().err
+    for given in ("xpu:7", "nonsense", "meta"):
+        assert main(["bench", "step", "--device", given]) == 2
+        assert f"--device {given}: there is no such device here" in capsys.readouterr().err
+    assert main(["bench", "select", "--sparsity", "50", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "Write 0.5 for 50 %" in capsys.readouterr().err
+    assert main(["bench", "scale", "--scores", "movement", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "also reads movement_sum. Use bitter1, bitter2, bitter7, fisher" in capsys.readouterr().err
+    assert main(["bench", "select", "--scores", "varience", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "Did you mean 'variance'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["bench", "select", "--calls", "0"])
     assert not list(tmp_path.iterdir())
@@ -163,8 +189,8 @@ def test_what_is_not_installed_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert main(["bench", "train", "--tiny", "--device", "cpu", "--out", str(tmp_path)]) == 2
-    assert "needs transformers: pip install 'secateur[hf]'" in capsys.readouterr().err
+    assert main(["bench", "train", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "GPT-2 needs transformers: pip install 'secateur[hf]'" in capsys.readouterr().err
 
 
 def test_the_seven_billion_are_those_of_the_model() -> None:
@@ -174,12 +200,66 @@ def test_the_seven_billion_are_those_of_the_model() -> None:
         assert size - 14336 < taken <= size
 
 
-def test_the_commit_is_told_or_found_or_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_commit_is_stated_or_found_or_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
     monkeypatch.delenv("SECATEUR_COMMIT", raising=False)
-    monkeypatch.setattr(record, "HERE", tmp_path)
+    home = tmp_path / "package" / "lab"
+    home.mkdir(parents=True)
+    monkeypatch.setattr(record, "HERE", home)
+    assert record.commit() == "unknown"
+    git("init", "--initial-branch", "main")
+    (home / "record.py").touch()
+    assert record.commit() == "unknown"  # a file git does not know: this is the checkout of another project
+    git("add", ".")
+    git("commit", "--message", "first")
+    first = git("rev-parse", "--short=12", "HEAD").strip()
+    assert record.commit() == first
+    (home / "other.py").touch()
+    assert record.commit() == f"{first}+changes"
+    git("checkout", "--detach")
+    git("commit", "--allow-empty", "--message", "in no branch")
     assert record.commit() == "unknown"
     monkeypatch.setenv("SECATEUR_COMMIT", "abc123")
     assert record.commit() == "abc123"
+
+
+def test_memory_is_unknown_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert record.memory().endswith(" GiB")
+    monkeypatch.delattr(os, "sysconf")
+    assert record.memory() == "unknown"
+
+
+def test_every_benchmark_describes_itself_and_its_example_parses(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in NAMES:
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", name, "--help"])
+        assert ended.value.code == 0
+        printed = capsys.readouterr().out
+        described = importlib.import_module(f"secateur.bench.{name}").__doc__ or ""
+        assert described.split()[:6] == printed.partition("\n\n")[2].split()[:6], name
+        if name != "demo":
+            example = " ".join(printed.partition("Example: ")[2].partition("\n\n")[0].split())
+            parser = argparse.ArgumentParser()
+            cli_bench.add_options(parser)
+            assert example.startswith(f"secateur bench {name} "), name
+            assert parser.parse_args(shlex.split(example)[2:]).name == name
+
+
+def test_one_record_holds_every_score_and_its_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = bench("scale", tmp_path)["sizes"]
+    assert [size["score"] for size in sizes] == ["variance", "bitter7"]
+    assert all(size["right"] for size in sizes)
+    header, rows = scale.table(sizes)
+    for column, bar in (("bar 1.6x", 1.6), ("bar 64 MiB", 64)):
+        cells = [row[header.index(column)] for row in rows]
+        figures = [row[header.index(column) - 1].rstrip("x") for row in rows]
+        assert all(
+            cell.startswith("met" if float(f) <= bar else "missed") for cell, f in zip(cells, figures, strict=True)
+        )
+    assert "bar 64 MiB" in capsys.readouterr().out
 
 
 def test_committed_records_carry_what_they_need() -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import secateur
 from secateur.bench import accuracy, pace, probe, quality, scale, select, step, train
-from secateur.bench import select as select_gpu
 from secateur.files import write
 from secateur.lab.record import ROOT, results_folder
 from secateur.report import markdown_table
@@ -59,10 +58,6 @@ def part(theme: str, kind: str, tables: Callable[[Record], list[str]]) -> str:
 
 def select_tables(record: Record) -> list[str]:
     return [markdown_table(*select.table(size)) for size in record["sizes"]]
-
-
-def select_gpu_tables(record: Record) -> list[str]:
-    return [markdown_table(*select_gpu.gpu_table(size)) for size in record["sizes"]]
 
 
 def train_tables(record: Record) -> list[str]:
@@ -111,7 +106,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "scale": lambda: part("scale", GPU, lambda found: [markdown_table(*scale.table(found["sizes"]))]),
     "scores": scores_table,
     "select": lambda: part("select", CPU, select_tables),
-    "select-gpu": lambda: part("select", GPU, select_gpu_tables),
+    "select-gpu": lambda: part("select", GPU, select_tables),
     "step": lambda: part("step", GPU, lambda found: [markdown_table(*step.table(found))]),
     "train": train_part,
 }

@@ -1,17 +1,17 @@
 """Benchmarks: `secateur bench NAME` measures, prints a table and writes every raw sample to benchmarks/results.
 
-Each module named here has `add_options(parser)` and `run(options)`, the exit code. Tables in README and docs are
-generated from the written files by `python -m tools.tables`.
+Each module named here has `run(options)`, which returns the exit code; secateur/cli/bench.py has the options, and shows
+the docstring of the module as the description. `python -m tools.tables` renders the records in README and docs.
 """
 
 NAMES = {
-    "select": "one mask update: exact, sampled, topk, kthvalue",
-    "accuracy": "how far a sampled threshold is off, and how that drifts",
-    "step": "one step of AdamW: dense, masked, masked and clipped",
-    "train": "GPT-2 training: eager and compiled, dense and pruned",
-    "pace": "the same side by side in one process, taking turns: what pruning costs in time",
+    "select": "one mask update: exact selection beside sampling, topk and kthvalue",
+    "accuracy": "the error of a sampled threshold, and how it drifts when pruning repeats",
+    "step": "one AdamW step: dense, masked, masked with SPAM clipping",
+    "train": "GPT-2 training, dense and pruned, eager and compiled, each in its own process",
+    "pace": "the time overhead of pruning in GPT-2 training, all methods in turn in one process",
     "scale": "one mask update from a million weights to seven billion",
-    "probe": "calibration on a large model: passes, the joint probe, five rounds; time and memory",
-    "quality": "perplexity of a language model pruned after training, by every method",
-    "demo": "the demo's own table, recorded",
+    "probe": "calibration, the joint probe and five pruning rounds on a large model: time and memory",
+    "quality": "perplexity of a language model pruned after training by every method",
+    "demo": "the table of `secateur demo`, recorded",
 }

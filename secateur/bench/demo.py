@@ -31,11 +31,6 @@ def training_steps(text: str) -> int:
     return number
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=training_steps, help="training steps of each run (450)")
-    record.add_options(parser)
-
-
 def run(options: argparse.Namespace) -> int:
     """Run, print, save."""
     demo = load_demo()

@@ -1,4 +1,4 @@
-"""How things are measured, on CPUs and GPUs alike: time, copy bandwidth, scratch memory."""
+"""Measuring time, copy bandwidth and scratch memory on any device, and comparing a figure with its bar."""
 
 from __future__ import annotations
 
@@ -11,94 +11,95 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from secateur.errors import SecateurError
-
-WARM_UP = 3  # calls before the first that counts: kernels compile, the allocator finds its blocks
-COPIED = {"cuda": 2 << 30, "cpu": 256 << 20}  # bytes of the copy that tells the bandwidth: far beyond any cache
+WARM_UP = 3  # untimed calls: kernels compile, the allocator gets its blocks
+COPIED = {"gpu": 2 << 30, "cpu": 256 << 20}  # bytes of the copy that measures the bandwidth, far beyond any cache
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-
-
-def device_of(options: argparse.Namespace) -> torch.device:
-    """The device asked for."""
-    there = torch.cuda.is_available()
-    if options.device == "cuda" and not there:
-        raise SecateurError("--device cuda needs a GPU that torch can use; there is none here.")
-    return torch.device("cuda" if there and options.device != "cpu" else "cpu")
+def kind(device: torch.device) -> str:
+    """ "cpu" or "gpu": which default sizes a benchmark takes on this device."""
+    return "cpu" if device.type == "cpu" else "gpu"
 
 
 def positive(text: str) -> int:
-    """A whole number from one up, for options that count."""
+    """A whole number of at least 1, for options that count."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"at least 1, got {text}")
     return number
 
 
-def settle(device: torch.device) -> None:
-    """Wait for all work handed to the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def milliseconds(function: Callable[[], Any], device: torch.device) -> float:
-    """How long one call takes by the host's clock, from an idle device to an idle device."""
-    settle(device)
+    """Wall-clock time of one call, from an idle device to an idle device."""
+    synchronize(device)
     began = time.perf_counter()
     function()
-    settle(device)
+    synchronize(device)
     return round((time.perf_counter() - began) * 1e3, 4)
 
 
 def samples(function: Callable[[], Any], device: torch.device, calls: int, warm_up: int = WARM_UP) -> list[float]:
-    """Times of calls in a row, after some that do not count."""
+    """Times of consecutive calls, after some untimed ones."""
     for _ in range(warm_up):
         function()
     return [milliseconds(function, device) for _ in range(calls)]
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written together, of the fastest of some large copies: the strictest floor."""
-    source = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
+    """Bytes per second, read and written together, of the fastest of ten large copies."""
+    source = torch.zeros(COPIED[kind(device)], dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     fastest = min(samples(lambda: target.copy_(source), device, calls=10))
     return 2 * source.numel() / fastest * 1e3
 
 
 def floor_ms(moved: float, speed: float) -> float:
-    """The least time in which so many bytes can move."""
+    """The time in which this many bytes move at this bandwidth."""
     return round(moved / speed * 1e3, 5)
 
 
 def scratch_mib(function: Callable[[], Sequence[Tensor]], device: torch.device) -> float:
-    """MiB allocated at the highest during a call, beyond what was there before and the tensors it returns."""
-    peak, kept = (_cuda_peak if device.type == "cuda" else _cpu_peak)(function)
-    return round((peak - kept) / 2**20, 2)
+    """Peak MiB allocated during a call, beyond what was allocated before and the tensors it returns."""
+    peak, returned = _cpu_peak(function) if device.type == "cpu" else _accelerator_peak(function, device)
+    return round((peak - returned) / 2**20, 2)
 
 
-def _cuda_peak(function: Callable[[], Sequence[Tensor]]) -> tuple[int, int]:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    kept = sum(tensor.nbytes for tensor in function())
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, kept
+def _accelerator_peak(function: Callable[[], Sequence[Tensor]], device: torch.device) -> tuple[int, int]:
+    synchronize(device)
+    memory = torch.get_device_module(device)
+    memory.reset_peak_memory_stats(device)
+    before = memory.memory_allocated(device)
+    returned = sum(tensor.nbytes for tensor in function())
+    synchronize(device)
+    return memory.max_memory_allocated(device) - before, returned
 
 
 def _cpu_peak(function: Callable[[], Sequence[Tensor]]) -> tuple[int, int]:
-    """By torch's own memory profile: CPUs have no counter of their own."""
+    """From torch's memory profile, since CPUs have no allocation counter."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        kept = sum(tensor.nbytes for tensor in function())
+        returned = sum(tensor.nbytes for tensor in function())
     live = peak = 0
     for event in profiled.profiler.kineto_results.events():
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
-    return peak, kept
+    return peak, returned
 
 
-def times(value: float, right: bool, wrong: str = "masks differ", digits: int = 2) -> str:
-    """A ratio, unless what it compares is not equal."""
+def ratio(value: float, right: bool, wrong: str = "masks differ", digits: int = 2) -> str:
+    """A ratio for a table; `wrong` where the results it compares are not equal, so that no ratio is shown."""
     return f"{value:.{digits}f}x" if right else wrong
+
+
+def against(value: float, bar: float, right: bool = True, wrong: str = "masks differ") -> str:
+    """How a figure compares with its bar, which is the largest that is good enough."""
+    if not right:
+        return wrong
+    if value > 2 * bar:
+        return f"missed, {value / bar:.1f} times the bar"
+    return f"{'met' if value <= bar else 'missed'} by {abs(value / bar - 1):.1%}"

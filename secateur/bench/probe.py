@@ -1,8 +1,10 @@
-"""What calibration costs on a large model: passes, the joint probe, and five rounds, with time and memory of each.
+"""Measure calibration on a large model: passes, the joint probe and five rounds of pruning, with time and memory.
 
-The model has the shape that is asked for and random weights in bf16. First, forward and backward passes with every
-gradient folded into a running maximum, for several batch sizes, activations kept and made again: the quickest is
-recommended for this card. Then the jobs themselves, once with all the memory there is and once within `--memory`.
+The model has the shape asked for and random weights in bf16. First come forward and backward passes that fold every
+gradient into a running maximum, for several batch sizes, with and without activation checkpointing; the fastest is
+recommended for this device. Then come the jobs themselves, once with all memory and once within --memory.
+
+Example: secateur bench probe --shape tiny --sequences 4 --length 32 --batches 1 2 --device cpu
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secateur.bench.measuring import add_device, device_of, positive
+from secateur.bench.measuring import synchronize
 from secateur.errors import FactError, SecateurError, library
 from secateur.lab import record
 from secateur.lab.monitor import Monitor
@@ -28,7 +31,8 @@ from secateur.oneshot.gradients import gather_gradients
 from secateur.oneshot.offload import activations, as_bytes, made_again
 from secateur.oneshot.probe import probe
 from secateur.oneshot.prune import prune
-from secateur.report import text_table
+from secateur.report import Outcome, text_table
+from secateur.scores import resolve
 
 MISTRAL_7B = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -39,26 +43,31 @@ TINY = {
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 SHAPES = {"mistral-7b": MISTRAL_7B, "tiny": TINY}
-DEVIATION = 0.02  # of the weights, as the model's own config has it
-JOBS = {"joint probe": (probe, {}), "five rounds of variance": (prune, {"rounds": 5})}
+DEVIATION = 0.02  # standard deviation of the weights, as in the config of the model
+ROUNDS = 5
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_device(parser)
-    parser.add_argument("--shape", choices=SHAPES, default="mistral-7b", help="(mistral-7b)")
-    parser.add_argument("--sequences", type=positive, default=128, help="that calibrate (128)")
-    parser.add_argument("--length", type=positive, default=2048, help="tokens in each (2048)")
-    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 2, 4], help="batch sizes to try (1 2 4)")
-    parser.add_argument("--memory", default="24GB", help="limit of the second turn (24GB)")
-    parser.add_argument("--quick", action="store_true", help="the passes only, no jobs")
-    record.add_options(parser)
+@dataclass(frozen=True)
+class Job:
+    """A function to time and its settings."""
+
+    work: Callable[..., Outcome]
+    settings: dict[str, Any]
+
+
+def jobs_for(scores: Sequence[str], sparsity: float) -> dict[str, Job]:
+    """The joint probe, and five rounds of pruning by each score."""
+    rounds = {f"five rounds of {score}": Job(prune, {"rounds": ROUNDS, "score": score}) for score in scores}
+    found = {"joint probe": Job(probe, {}), **rounds}
+    return {name: Job(job.work, {**job.settings, "sparsity": sparsity}) for name, job in found.items()}
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, save."""
-    device = device_of(options)
-    model = build(SHAPES[options.shape], device)
-    draw = torch.Generator().manual_seed(0)
+    device: torch.device = options.device
+    todo = {} if options.quick else jobs_for([str(resolve(score)) for score in options.scores], options.sparsity)
+    model = build(SHAPES[options.shape], device, options.seed)
+    draw = torch.Generator().manual_seed(options.seed)
     ids = torch.randint(0, SHAPES[options.shape]["vocab_size"], (options.sequences, options.length), generator=draw)
     sites, _ = find_prunable(model)
     passes = [
@@ -67,35 +76,37 @@ def run(options: argparse.Namespace) -> int:
     print(text_table(*passes_table(passes)), end="\n\n")
     fitting = [one for one in passes if one["seconds"] is not None]
     if not fitting:
-        raise SecateurError("No batch fits into the memory of this device, not even with activations made again.")
+        raise SecateurError(
+            "No batch size fits into the memory of this device, even with activation checkpointing. Pass a smaller"
+            " --length or --shape."
+        )
     best = min(fitting, key=lambda one: one["seconds_per_sequence"])
-    kept = "made again" if best["again"] else "kept"
-    print(f"Recommended here: batches of {best['batch']}, activations {kept}.\n", flush=True)
+    print(f"Fastest here: batches of {best['batch']}, {_checkpointing(best)}.\n", flush=True)
     jobs: list[dict[str, Any]] = []
     data = {
-        "seed": 0, "shape": options.shape, "sequences": options.sequences, "length": options.length,
+        "seed": options.seed, "shape": options.shape, "sequences": options.sequences, "length": options.length,
+        "sparsity": options.sparsity, "scores": options.scores,
         "prunable": sum(site.parameter.numel() for site in sites), "passes": passes, "recommended": best, "jobs": jobs,
     }  # fmt: skip
     saved = record.save("probe", data, options, device)
-    if not options.quick:
-        for work, settings in JOBS.values():  # kernels are compiled before a clock runs
-            work(model, ids[:1, : min(64, options.length)], **settings)  # type: ignore[operator]
-    for memory in () if options.quick else (None, options.memory):
-        for name in JOBS:
-            jobs.append(fitting_job(model, name, ids, best["batch"], memory))
+    for job in todo.values():  # compile the kernels before anything is timed
+        job.work(model, ids[:1, : min(64, options.length)], **job.settings)
+    for memory in (None, options.memory):
+        for name, job in todo.items():
+            jobs.append({"job": name, **measure_fitting(model, job, ids, best["batch"], memory, options.seed)})
             print(text_table(*jobs_table(jobs[-1:])), end="\n\n", flush=True)
-            saved = record.save("probe", data, options, device)  # each time: the next may take long
+            saved = record.save("probe", data, options, device)  # save after each, since the next may take long
     print(saved)
     return 0
 
 
-def build(shape: dict[str, int], device: torch.device) -> nn.Module:
-    """A model of this shape with random weights in bf16, made where it is to be."""
+def build(shape: dict[str, int], device: torch.device, seed: int = 0) -> nn.Module:
+    """A model of this shape with random weights in bf16, made on the device."""
     transformers = library("transformers", "secateur bench probe", '"secateur[hf]"')
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         with device:
             model: nn.Module = transformers.MistralForCausalLM(transformers.MistralConfig(**shape))
     finally:
@@ -104,31 +115,31 @@ def build(shape: dict[str, int], device: torch.device) -> nn.Module:
 
 
 @torch.no_grad()
-def make_dense(model: nn.Module) -> None:
-    """Draw all weights that can be pruned anew, always the same."""
+def make_dense(model: nn.Module, seed: int = 0) -> None:
+    """Draw all prunable weights again, always the same ones."""
     sites, _ = find_prunable(model)
-    draw = torch.Generator(sites[0].parameter.device).manual_seed(0)
+    draw = torch.Generator(sites[0].parameter.device).manual_seed(seed)
     for site in sites:
         site.parameter.normal_(0, DEVIATION, generator=draw)
 
 
 def passing(model: nn.Module, ids: Tensor, batch: int, again: bool) -> dict[str, Any]:
-    """A few sequences forward and backward with the maximum folded in; None for the times where it does not fit."""
+    """Time a few sequences forward and backward with gradients folded into a maximum; None where they do not fit."""
     sites, _ = find_prunable(model)
     blocks = find_blocks(model, ids[:1], standard_loss, sites) if again else []
     some = list(ids[: 2 * batch].split(batch))
-    cuda = device_of_model(model).type == "cuda"
+    device = device_of_model(model)
+    cuda = device.type == "cuda"
     found: dict[str, Any] = {"batch": batch, "again": again, "seconds": None, "seconds_per_sequence": None}
     try:
         with made_again(blocks):
             gather_gradients(model, some[:1], sites, {"gradient_max"}, dtype=torch.bfloat16)  # warm
+            synchronize(device)
             if cuda:
-                torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()
             gather_gradients(model, some, sites, {"gradient_max"}, dtype=torch.bfloat16)
-            if cuda:
-                torch.cuda.synchronize()
+            synchronize(device)
             taken = time.perf_counter() - began
     except torch.OutOfMemoryError:
         gc.collect()
@@ -143,11 +154,13 @@ def passing(model: nn.Module, ids: Tensor, batch: int, again: bool) -> dict[str,
     }
 
 
-def fitting_job(model: nn.Module, name: str, ids: Tensor, batch: int, memory: str | None) -> dict[str, Any]:
-    """One job, with the largest batches up to this size that fit."""
+def measure_fitting(
+    model: nn.Module, job: Job, ids: Tensor, batch: int, memory: str | None, seed: int
+) -> dict[str, Any]:
+    """Time a job with the largest batch size, up to this one, that fits."""
     while True:
         try:
-            return job(model, name, ids, batch, memory)
+            return measure(model, job, ids, batch, memory, seed)
         except (FactError, torch.OutOfMemoryError) as error:
             if batch == 1:
                 raise
@@ -156,10 +169,9 @@ def fitting_job(model: nn.Module, name: str, ids: Tensor, batch: int, memory: st
         gc.collect()
 
 
-def job(model: nn.Module, name: str, ids: Tensor, batch: int, memory: str | None) -> dict[str, Any]:
-    """One job from dense weights."""
-    work, settings = JOBS[name]
-    make_dense(model)
+def measure(model: nn.Module, job: Job, ids: Tensor, batch: int, memory: str | None, seed: int) -> dict[str, Any]:
+    """Time a job from dense weights."""
+    make_dense(model, seed)
     limit, cuda = as_bytes(memory), device_of_model(model).type == "cuda"
     if cuda and limit is not None:
         torch.cuda.empty_cache()
@@ -167,14 +179,13 @@ def job(model: nn.Module, name: str, ids: Tensor, batch: int, memory: str | None
     began = time.perf_counter()
     try:
         with Monitor(device_of_model(model), every=0.1) as monitor:
-            outcome = work(model, list(ids.split(batch)), memory=memory, **settings)  # type: ignore[operator]
+            outcome = job.work(model, list(ids.split(batch)), memory=memory, **job.settings)
     finally:
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.set_per_process_memory_fraction(1.0)
     seconds = time.perf_counter() - began
     return {
-        "job": name,
         "memory": memory,
         "batch": batch,
         "seconds": seconds,
@@ -189,12 +200,16 @@ def job(model: nn.Module, name: str, ids: Tensor, batch: int, memory: str | None
     }
 
 
+def _checkpointing(one: dict[str, Any]) -> str:
+    return "checkpointed" if one["again"] else "kept"
+
+
 def passes_table(passes: Sequence[dict[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Header and rows of the passes."""
-    header = ("batch, activations", "s a sequence", "tokens/s", "peak GB")
+    header = ("batch, activations", "s per sequence", "tokens/s", "peak GB")
     rows = []
     for one in passes:
-        name = f"{one['batch']}, {'made again' if one['again'] else 'kept'}"
+        name = f"{one['batch']}, {_checkpointing(one)}"
         if one["seconds"] is None:
             rows.append((name, "does not fit", "-", "-"))
             continue

@@ -1,8 +1,10 @@
-"""What pruning after training costs in quality: perplexity of a language model by every method, in one run.
+"""Measure the perplexity of a language model pruned after training by every method, in one run.
 
-One text: the first third calibrates, the rest evaluates. Every method starts from the same dense weights and sees the
-same windows. Ratios are to SparseGPT at the same sparsity and of the same pattern in the same run: of perplexity, and
-of seconds. The probe achieves what it achieves; beside it stands its score alone at that sparsity.
+The first third of the text calibrates, the rest evaluates. Every method starts from the same dense weights and sees the
+same windows. Ratios of perplexity and of time are to SparseGPT at the same sparsity or pattern in the same run. The
+sparsity that a probe reaches depends on the gradients; its score alone at that sparsity stands beside it.
+
+Example: secateur bench quality --model smollm2 --text wiki.valid.raw --windows 30 --sparsity 0.5 --patterns
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.bench.measuring import add_device, device_of, positive, times
-from secateur.errors import SecateurError
+from secateur.bench.measuring import ratio
+from secateur.errors import SecateurError, nearest
 from secateur.integrations import transformers
 from secateur.lab import record
 from secateur.oneshot.probe import probe
 from secateur.oneshot.prune import prune
 from secateur.report import Outcome, text_table
+from secateur.scores import resolve
 
 RIVAL = "sparsegpt"
 
@@ -35,37 +38,37 @@ class Method:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-METHODS: dict[str, Method] = {
-    "magnitude": Method(settings={"score": "magnitude"}),
-    "wanda": Method(settings={"score": "wanda"}),
-    RIVAL: Method(settings={"method": "sparsegpt"}),
-    "variance": Method(),
-    "variance, 5 rounds": Method(settings={"rounds": 5}),
-    "variance, 5 rounds, repaired": Method(settings={"rounds": 5, "reconstruct": True}),
-    "recommended": Method(settings={"rounds": 5, "reconstruct": "every"}),
-    "probe, joint": Method(probe),
-    "probe, block by block": Method(probe, {"order": "reverse", "group": "block"}),
-}
-PATTERNED = ("wanda", RIVAL, "variance, 5 rounds, repaired", "recommended")
+PATTERNED = ("wanda", RIVAL, "repaired", "recommended")  # ends of the names of methods that also take a pattern
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_device(parser)
-    parser.add_argument("--model", default="smollm2", help="a folder, a name on the hub, or smollm2")
-    parser.add_argument("--text", required=True, help="a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT]")
-    parser.add_argument("--context", type=positive, default=1024, help="tokens in a window (1024)")
-    parser.add_argument("--windows", type=positive, help="windows in all (as many as the text has)")
-    parser.add_argument("--batch", type=positive, default=8, help="windows at a time (8)")
-    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.6], help="(0.5 0.6)")
-    parser.add_argument("--patterns", nargs="*", default=["2:4"], help="(2:4)")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(all)")
-    record.add_options(parser)
+def methods_for(scores: Sequence[str]) -> dict[str, Method]:
+    """Every method by name: those of each score, and those that have a score of their own."""
+    found = {"magnitude": Method(settings={"score": "magnitude"}), "wanda": Method(settings={"score": "wanda"})}
+    found[RIVAL] = Method(settings={"method": "sparsegpt"})
+    for score in scores:
+        found[score] = Method(settings={"score": score})
+        found[f"{score}, 5 rounds"] = Method(settings={"score": score, "rounds": 5})
+        found[f"{score}, 5 rounds, repaired"] = Method(settings={"score": score, "rounds": 5, "reconstruct": True})
+    found["recommended"] = Method(settings={"rounds": 5, "reconstruct": "every"})
+    found["probe, joint"] = Method(probe)
+    found["probe, block by block"] = Method(probe, {"order": "reverse", "group": "block"})
+    return found
+
+
+def chosen_methods(options: argparse.Namespace) -> dict[str, Method]:
+    """The methods asked for, by default all of them."""
+    known = methods_for([str(resolve(score)) for score in options.scores])
+    for name in options.methods or ():
+        if name not in known:
+            raise SecateurError(f"--methods {name} is not known.{nearest(name, known)} Known: {', '.join(known)}.")
+    return {name: known[name] for name in options.methods or known}
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, save."""
-    device = device_of(options)
-    torch.set_float32_matmul_precision("high")  # GPUs multiply in TF32, whatever the method and in every evaluation
+    device: torch.device = options.device
+    methods = chosen_methods(options)
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, for every method and evaluation
     model, tokenizer = transformers.load(options.model, dtype=torch.float32, device=device)
     windows = transformers.windows(tokenizer, transformers.read_text(options.text), options.context, options.windows)
     calibration, evaluation = transformers.split(windows)
@@ -73,30 +76,31 @@ def run(options: argparse.Namespace) -> int:
     data: dict[str, Any] = {
         "seed": 0,
         "model": options.model,
+        "scores": options.scores,
         "context": options.context,
         "windows": [len(calibration), len(evaluation)],
         "dense": transformers.perplexity(model, evaluation, batch=options.batch),
         "cells": [],
     }
     print(f"dense: {data['dense']:.3f}", flush=True)
-    wanted = [(sparsity, None, name) for sparsity in options.sparsities for name in options.methods]
-    wanted += [(None, p, name) for p in options.patterns for name in options.methods if name in PATTERNED]
+    wanted = [(sparsity, None, name) for sparsity in options.sparsity for name in methods]
+    wanted += [(None, p, name) for p in options.patterns for name in methods if name.endswith(PATTERNED)]
     for sparsity, pattern, name in wanted:
         model.load_state_dict(dense)
-        cell = measure(model, name, sparsity, pattern, calibration, evaluation, options.batch)
+        found = measure(model, methods[name], sparsity, pattern, calibration, evaluation, options.batch)
+        cell = {"method": name, **found}
         data["cells"].append(cell)
         print(f"{name}, {pattern or sparsity}: {cell['perplexity']:.3f}, {cell['seconds']:.1f} s", flush=True)
-        saved = record.save("quality", data, options, device)  # each time: the next may take long
+        saved = record.save("quality", data, options, device)  # save after each, since the next may take long
     print(text_table(*table(data)), end="\n\n")
     print(saved)
     return 0
 
 
 def measure(
-    model: Any, name: str, sparsity: float | None, pattern: str | None, some: Tensor, others: Tensor, batch: int
+    model: Any, method: Method, sparsity: float | None, pattern: str | None, some: Tensor, others: Tensor, batch: int
 ) -> dict[str, Any]:
-    """One method at one sparsity."""
-    method = METHODS[name]
+    """Prune by one method to one sparsity or pattern: calibrate on `some` windows, evaluate on `others`."""
     settings = dict(method.settings) | ({"pattern": pattern} if pattern else {})
     if method.work is probe:
         settings["evaluate"] = lambda model: transformers.perplexity(model, others, batch=batch)
@@ -106,7 +110,6 @@ def measure(
     outcome = method.work(model, list(some.split(batch)), sparsity=sparsity, **settings)
     seconds = time.perf_counter() - began
     return {
-        "method": name,
         "asked": sparsity,
         "pattern": pattern,
         "sparsity": outcome.sparsity,
@@ -121,7 +124,7 @@ def measure(
 
 
 def table(data: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Header and rows; no ratio where zeros were not what the masks say."""
+    """Header and rows; no ratio where a pruned weight is not zero."""
     header = ("method", "asked", "achieved", "perplexity", "to SparseGPT", "seconds", "to SparseGPT's")
     rows = [("dense", "-", "0.0000", f"{data['dense']:.2f}", "-", "-", "-")]
     for cell in data["cells"]:
@@ -130,7 +133,7 @@ def table(data: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]
         ratios = ["-", "-"]
         if rival is not None:
             right = cell["exact"] and rival["exact"] and abs(cell["sparsity"] - rival["sparsity"]) < 2e-3
-            ratios = [times(cell[what] / rival[what], right, "-", digits=3) for what in ("perplexity", "seconds")]
+            ratios = [ratio(cell[what] / rival[what], right, "-", digits=3) for what in ("perplexity", "seconds")]
         asked = cell["pattern"] or f"{cell['asked']:g}"
         figures = f"{cell['perplexity']:.2f}", ratios[0], f"{cell['seconds']:.1f}", ratios[1]
         rows.append((cell["method"], asked, f"{cell['sparsity']:.4f}", *figures))
@@ -142,13 +145,13 @@ def table(data: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 def windows(data: dict[str, Any]) -> str:
-    """What calibrated and what evaluated, in a line."""
+    """The windows of calibration and evaluation, in a line."""
     calibrated, evaluated = data["windows"]
     return f"{calibrated} windows of {data['context']:,} tokens calibrate, {evaluated} others evaluate."
 
 
 def summary(data: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Header and rows of the perplexities alone: the methods that were asked for everything, dense weights first."""
+    """Header and rows of the perplexities only: dense, then the methods that ran at every sparsity and pattern."""
     asked = list(dict.fromkeys((cell["asked"], cell["pattern"]) for cell in data["cells"]))
     found = {(cell["method"], cell["asked"], cell["pattern"]): cell["perplexity"] for cell in data["cells"]}
     methods = dict.fromkeys(cell["method"] for cell in data["cells"])

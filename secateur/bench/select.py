@@ -1,4 +1,12 @@
-"""The GPU's part of `secateur bench select`: calls in a row, with the least time the bytes need beside them."""
+"""Measure one mask update: exact selection beside AdamWPrune's forms, topk and torch's global pruning.
+
+Every form prunes the same made-up weights by the same score to the same sparsity; there is one table for each size and
+score. Ratios are shown only if the masks of secateur equal those of a stable sort, bool and packed. On a GPU, "floor"
+is the time to read the weights and moments and write the masks once at the measured copy bandwidth, and the bar is 1.5
+ms at 402,653,184 fp32 weights. On a CPU, "cold" calls start after the allocator has returned its memory.
+
+Example: secateur bench select --device cpu --dims 512 --scores variance
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,7 @@ import argparse
 import contextlib
 import ctypes
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,163 +22,164 @@ import torch
 from torch import Tensor
 
 from secateur.bench import forms
-from secateur.bench.forms import SPARSITY, Form, Layers
+from secateur.bench.forms import Case, Form
 from secateur.bench.measuring import (
     WARM_UP,
-    add_device,
+    against,
     bandwidth,
-    device_of,
     floor_ms,
+    kind,
     milliseconds,
-    positive,
+    ratio,
     samples,
     scratch_mib,
-    times,
 )
 from secateur.lab import record
 from secateur.report import text_table
 
 OURS, PACKED = "secateur, bool masks", "secateur, packed masks"
-GPU_FORMS: dict[str, Form] = {
-    OURS: forms.secateur,
-    PACKED: forms.secateur_packed,
-    "single pass, 1 % sample": forms.single_pass,
-    "2 % sample": forms.sampled,
-    "topk": forms.topk,
-    "kthvalue": forms.kthvalue,
+EXACT: dict[str, Form] = {OURS: forms.secateur, PACKED: forms.secateur_packed}
+SAMPLED: dict[str, Form] = {"single pass, 1 % sample": forms.single_pass, "2 % sample": forms.sampled}
+FORMS: dict[str, dict[str, Form]] = {
+    "gpu": {**EXACT, **SAMPLED, "topk": forms.topk, "kthvalue": forms.kthvalue},
+    "cpu": {**EXACT, **SAMPLED, "kthvalue": forms.kthvalue, "global_unstructured": forms.global_unstructured},
 }
-SLOW_CALLS = 3  # of kthvalue, which takes seconds
-
-
-def measure_gpu(layers: Layers, device: torch.device, speed: float, calls: int, rounds: int) -> dict[str, Any]:
-    """Samples of every form at one size."""
-    milliseconds: dict[str, list[float]] = {name: [] for name in GPU_FORMS}
-    # Ours is told once which tensors there are; the others read them off the same list.
-    calls_of: dict[str, Callable[[], list[Tensor]]] = {name: partial(form, layers) for name, form in GPU_FORMS.items()}
-    calls_of |= {OURS: forms.ours(layers), PACKED: forms.ours(layers, packed=True)}
-    for _ in range(rounds):
-        for name in GPU_FORMS:
-            slow = name == "kthvalue"
-            count, warm_up = (min(calls, SLOW_CALLS), 1) if slow else (calls, WARM_UP)
-            milliseconds[name] += samples(calls_of[name], device, count, warm_up)
-    expected = forms.sorted_masks(layers)
-    agrees = {name: forms.equal(GPU_FORMS[name](layers), expected, layers) for name in (OURS, PACKED)}
-    del expected
-    weights = forms.weights_of(layers)
-    read = sum(weight.nbytes + moment.nbytes for weight, moment in layers)
-    return {
-        "weights": weights,
-        "right": all(agrees.values()),
-        "agrees": agrees,
-        "milliseconds": milliseconds,
-        "floor_ms": {name: floor_ms(read + weights / (8 if name == PACKED else 1), speed) for name in GPU_FORMS},
-        "pruned": {name: forms.pruned(form(layers), layers) for name, form in GPU_FORMS.items()},
-        "scratch_mib": {name: scratch_mib(partial(form, layers), device) for name, form in GPU_FORMS.items()},
-    }
-
-
-def gpu_table(size: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Header and rows for one size; ratios only if both of our masks were right."""
-    sizes = f"{size['weights'] / 1e6:.2f} M weights"
-    header = (sizes, "ms", "to ours", "floor ms", "to floor", "scratch MiB", "pruned, off by")
-    ours = statistics.median(size["milliseconds"][OURS])
-    rows = []
-    for name, taken in size["milliseconds"].items():
-        median, floor = statistics.median(taken), size["floor_ms"][name]
-        ratios = times(median / ours, size["right"]), times(median / floor, size["right"])
-        off = size["pruned"][name] - round(SPARSITY * size["weights"])
-        scratch = f"{size['scratch_mib'][name]:.0f}"
-        rows.append((name, f"{median:.2f}", ratios[0], f"{floor:.2f}", ratios[1], scratch, f"{off:+,}" if off else "0"))
-    return header, rows
-
-
-FORMS: dict[str, Form] = {
-    "secateur": forms.secateur,
-    "single pass, 1 % sample": forms.single_pass,
-    "2 % sample": forms.sampled,
-    "kthvalue": forms.kthvalue,
-    "global_unstructured": forms.global_unstructured,
-}
-SLOW = ("kthvalue", "global_unstructured")  # seconds a call: one a round is enough
+SLOW = {"gpu": ("kthvalue",), "cpu": ("kthvalue", "global_unstructured")}  # seconds a call, so few of them are made
+SLOW_CALLS = 3  # on a GPU
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"dims": [1024, 2048], "layers": 12, "calls": 5, "rounds": 4},
-    "cuda": {"dims": [4096], "layers": 24, "calls": 30, "rounds": 1},
+    "gpu": {"dims": [4096], "layers": 24, "calls": 30, "rounds": 1},
 }
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_device(parser)
-    parser.add_argument("--dims", "--dim", type=positive, nargs="+", help="sizes: layers of DIM x DIM (GPU: 4096)")
-    parser.add_argument("--layers", type=positive, help="how many of them (CPU: 12, GPU: 24)")
-    parser.add_argument("--calls", type=positive, help="calls of each form in a round (CPU: 5, GPU: 30)")
-    parser.add_argument("--rounds", type=positive, help="rounds in which the forms take turns (CPU: 4, GPU: 1)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and moments")
-    record.add_options(parser)
+BAR_MS, BAR_WEIGHTS = 1.5, 402_653_184  # on a GPU, fp32
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, save."""
-    device = device_of(options)
-    dims, layers, calls, rounds = (getattr(options, name) or value for name, value in DEFAULTS[device.type].items())
-    data: dict[str, Any] = {"seed": 0, "sparsity": SPARSITY, "dtype": options.dtype, "sizes": []}
-    speed = bandwidth(device) if device.type == "cuda" else 0.0
+    device: torch.device = options.device
+    scores = [forms.check_score(name) for name in options.scores]
+    dims, layers, calls, rounds = (getattr(options, name) or value for name, value in DEFAULTS[kind(device)].items())
+    data: dict[str, Any] = {
+        "seed": options.seed, "sparsity": options.sparsity, "dtype": options.dtype, "scores": options.scores,
+        "sizes": [],
+    }  # fmt: skip
+    speed = bandwidth(device) if kind(device) == "gpu" else 0.0
     for dim in dims:
-        made = forms.make([(dim, dim)] * layers, device, getattr(torch, options.dtype))
-        if device.type == "cuda":
-            size = measure_gpu(made, device, speed, calls, rounds)
-        else:
-            size = measure(made, calls, rounds)
-        data["sizes"].append({"dim": dim, "layers": layers, **size})
-        print(text_table(*(gpu_table if device.type == "cuda" else table)(size)), end="\n\n")
+        made = forms.make([(dim, dim)] * layers, device, getattr(torch, options.dtype), options.seed)
+        for score in scores:
+            case = Case(made, score, options.sparsity)
+            measured = measure_gpu(case, device, speed, calls, rounds) if speed else measure_cpu(case, calls, rounds)
+            size = {"dim": dim, "layers": layers, "dtype": options.dtype, "score": str(score), **measured}
+            data["sizes"].append(size)
+            print(text_table(*table(size)), end="\n\n", flush=True)
     if speed:
         data["bandwidth"] = speed
     print(record.save("select", data, options, device))
     return 0
 
 
-def give_pages_back() -> None:
-    """Ask glibc for what `free` left in its hands; elsewhere there is nothing to ask."""
+def _calls(case: Case, where: str) -> dict[str, Callable[[], list[Tensor]]]:
+    """Every form, ready to be called. Ours prepares its tensors once, as a Pruner does."""
+    calls: dict[str, Callable[[], list[Tensor]]] = {name: partial(form, case) for name, form in FORMS[where].items()}
+    return calls | {OURS: forms.ours(case), PACKED: forms.ours(case, packed=True)}
+
+
+def _checked(case: Case, calls: Mapping[str, Callable[[], list[Tensor]]], device: torch.device) -> dict[str, Any]:
+    """Whether our masks are right, what every form prunes, and its scratch memory."""
+    expected = forms.sorted_masks(case)
+    agrees = {name: forms.equal(calls[name](), expected, case) for name in EXACT}
+    del expected
+    return {
+        "weights": case.weights,
+        "asked": case.count,
+        "right": all(agrees.values()),
+        "agrees": agrees,
+        "pruned": {name: forms.pruned(call(), case) for name, call in calls.items()},
+        "scratch_mib": {name: scratch_mib(call, device) for name, call in calls.items()},
+    }
+
+
+def measure_gpu(case: Case, device: torch.device, speed: float, calls: int, rounds: int) -> dict[str, Any]:
+    """Samples of every form at one size, with the floor of the memory bandwidth."""
+    taken: dict[str, list[float]] = {name: [] for name in FORMS["gpu"]}
+    forms_by_name = _calls(case, "gpu")
+    for _ in range(rounds):
+        for name, call in forms_by_name.items():
+            count, warm_up = (min(calls, SLOW_CALLS), 1) if name in SLOW["gpu"] else (calls, WARM_UP)
+            taken[name] += samples(call, device, count, warm_up)
+    read = sum(weight.nbytes + moment.nbytes for weight, moment in case.layers)
+    floors = {name: floor_ms(read + case.weights / (8 if name == PACKED else 1), speed) for name in taken}
+    return {**_checked(case, forms_by_name, device), "milliseconds": taken, "floor_ms": floors}
+
+
+def measure_cpu(case: Case, calls: int, rounds: int) -> dict[str, Any]:
+    """Samples of every form at one size, warm and cold."""
+    cpu = torch.device("cpu")
+    warm: dict[str, list[float]] = {name: [] for name in FORMS["cpu"]}
+    cold: dict[str, list[float]] = {name: [] for name in FORMS["cpu"]}
+    forms_by_name = _calls(case, "cpu")
+    for _ in range(rounds):
+        for name, call in forms_by_name.items():
+            slow = name in SLOW["cpu"]
+            if not slow:
+                warm[name] += samples(call, cpu, calls, warm_up=1)
+            for _ in range(1 if slow else calls):
+                return_memory()
+                cold[name].append(milliseconds(call, cpu))
+    return {**_checked(case, forms_by_name, cpu), "in_a_row": warm, "now_and_then": cold}
+
+
+def return_memory() -> None:
+    """Ask glibc to return freed memory to the system; other C libraries have no such call."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def measure(layers: forms.Layers, calls: int, rounds: int) -> dict[str, Any]:
-    """Samples of every form at one size, on the CPU."""
-    cpu = torch.device("cpu")
-    in_a_row: dict[str, list[float]] = {name: [] for name in FORMS}
-    now_and_then: dict[str, list[float]] = {name: [] for name in FORMS}
-    for _ in range(rounds):
-        for name, form in FORMS.items():
-            if name not in SLOW:
-                form(layers)
-                in_a_row[name] += [milliseconds(partial(form, layers), cpu) for _ in range(calls)]
-            for _ in range(1 if name in SLOW else calls):
-                give_pages_back()
-                now_and_then[name].append(milliseconds(partial(form, layers), cpu))
-    return {
-        "weights": forms.weights_of(layers),
-        "right": forms.equal(FORMS["secateur"](layers), forms.sorted_masks(layers), layers),
-        "in_a_row": in_a_row,
-        "now_and_then": now_and_then,
-        "pruned": {name: forms.pruned(form(layers), layers) for name, form in FORMS.items()},
-        "scratch_mib": {name: scratch_mib(partial(form, layers), cpu) for name, form in FORMS.items()},
-    }
-
-
 def table(size: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Header and rows for one size; ratios only if the masks were right."""
-    sizes = f"{size['weights'] / 1e6:.2f} M weights"
-    header = (sizes, "ms now and then", "to ours", "ms in a row", "to ours", "scratch MiB", "pruned, off by")
-    wanted = round(SPARSITY * size["weights"])
+    """Header and rows for one size and score; ratios only if our masks were right."""
+    return gpu_table(size) if "floor_ms" in size else cpu_table(size)
+
+
+def _title(size: dict[str, Any]) -> str:
+    """Records without a score are of bitter7."""
+    return f"{size['weights'] / 1e6:.2f} M weights, {size.get('score', forms.ADAMWPRUNE)}"
+
+
+def _error(size: dict[str, Any], name: str) -> str:
+    """By how many weights a form missed the count; records without the count asked for half."""
+    off = size["pruned"][name] - size.get("asked", round(0.5 * size["weights"]))
+    return f"{off:+,}" if off else "0"
+
+
+def _bar(size: dict[str, Any], name: str, median: float) -> str:
+    stated = size["weights"] == BAR_WEIGHTS and size.get("dtype", "float32") == "float32"
+    return against(median, BAR_MS, size["right"]) if stated and name in EXACT else "-"
+
+
+def gpu_table(size: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Header and rows of a size measured on a GPU."""
+    columns = ("ms", f"bar {BAR_MS} ms", "to ours", "floor ms", "to floor", "scratch MiB", "count error")
+    ours = statistics.median(size["milliseconds"][OURS])
+    rows = []
+    for name, taken in size["milliseconds"].items():
+        median, floor = statistics.median(taken), size["floor_ms"][name]
+        to_ours, to_floor = ratio(median / ours, size["right"]), ratio(median / floor, size["right"])
+        figures = f"{median:.2f}", _bar(size, name, median), to_ours, f"{floor:.2f}", to_floor
+        rows.append((name, *figures, f"{size['scratch_mib'][name]:.0f}", _error(size, name)))
+    return (_title(size), *columns), rows
+
+
+def cpu_table(size: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Header and rows of a size measured on a CPU."""
+    columns = ("ms (cold)", "to ours", "ms (warm)", "to ours", "scratch MiB", "count error")
+    own = OURS if OURS in size["pruned"] else "secateur"  # as older records name it
     rows = []
     for name in size["pruned"]:
         cells = [name]
-        for kind in ("now_and_then", "in_a_row"):
-            if not size[kind][name]:
+        for which in ("now_and_then", "in_a_row"):
+            if not size[which][name]:
                 cells += ["-", "-"]
                 continue
-            median, ours = (statistics.median(size[kind][which]) for which in (name, "secateur"))
-            cells += [f"{median:.0f}", times(median / ours, size["right"])]
-        off = size["pruned"][name] - wanted
-        rows.append((*cells, f"{size['scratch_mib'][name]:.0f}", f"{off:+,}" if off else "0"))
-    return header, rows
+            median, ours = (statistics.median(size[which][one]) for one in (name, own))
+            cells += [f"{median:.0f}", ratio(median / ours, size["right"])]
+        rows.append((*cells, f"{size['scratch_mib'][name]:.0f}", _error(size, name)))
+    return (_title(size), *columns), rows

@@ -1,4 +1,12 @@
-"""A GPT-2 in training, by a mode and a method: one cell of `secateur bench train`, one runner of `bench pace`."""
+"""Measure GPT-2 training with bf16 autocast on random tokens, dense and pruned, eager and compiled.
+
+Each cell of the table is a mode (eager or compile) and a method, and runs in a process of its own: dense training, and
+each score with torch's fused AdamW and with secateur's. The table shows the time of a step, peak memory, recompiles,
+and how much time the pruner and the optimizer take. The bar: at most 1.01 times dense training. `secateur bench pace`
+measures that overhead more precisely.
+
+Example: secateur bench train --tiny --device cpu --modes eager --scores variance
+"""
 
 from __future__ import annotations
 
@@ -18,37 +26,38 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from secateur import optim
-from secateur.bench.measuring import add_device, device_of, positive, settle, times
-from secateur.errors import SecateurError
+from secateur.bench.measuring import against, kind, ratio, synchronize
+from secateur.errors import SecateurError, library
 from secateur.lab import record
+from secateur.lab.models import language_model, seeded
 from secateur.pruner import Pruner
 from secateur.report import text_table
 from secateur.schedules import linear
+from secateur.scores import resolve
 
 MODES = ("eager", "compile")
 DENSE = "dense"
-OWN = "bitter7-own"
-# What is pruned by, and whether the optimizer is ours; the others step with torch's fused AdamW.
-METHODS: dict[str, tuple[str | None, bool]] = {
-    DENSE: (None, False),
-    "magnitude": ("magnitude", False),
-    "bitter7": ("bitter7", False),
-    OWN: ("bitter7", True),
-}
-SPARSITY = 0.5
+OWN = "-own"  # ends the name of a method that steps with secateur's AdamW; the others use torch's fused AdamW
+OPTIMIZERS = {"torch": "", "secateur": OWN}
+BAR = 1.01  # times dense training
+IGNORED = -100  # a target that cross_entropy leaves out
+DEFAULTS = {"full": {"batch": 16, "steps": 200, "every": 50}, "tiny": {"batch": 2, "steps": 6, "every": 3}}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every cell of a run shares."""
+    """What all cells share."""
 
     device: str
     tiny: bool
     batch: int
     steps: int
     every: int
+    sparsity: float = 0.5
+    seed: int = 0
 
     @property
     def tokens(self) -> int:
@@ -60,33 +69,30 @@ class Plan:
 
     @property
     def last_step(self) -> int:
-        """Two periods to warm up, the timed steps, one period to look inside: each period ends with its update."""
+        """Two periods of warm-up, the timed steps, one period of profiling; each period ends with a mask update."""
         return 2 * self.every + self.steps + self.every
 
 
-def load_gpt2() -> tuple[Any, Any]:
-    """GPT-2's config and model, or an error that says what is lacking."""
-    try:
-        from transformers import GPT2Config, GPT2LMHeadModel
-    except ModuleNotFoundError as missing:
-        package = (missing.name or "").partition(".")[0]
-        raise SecateurError(f"This benchmark needs {package}: pip install 'secateur[hf]'.") from missing
-    return GPT2Config, GPT2LMHeadModel
+def methods_of(scores: Sequence[str], optimizers: Sequence[str]) -> list[str]:
+    """Names of the methods besides dense: every score with every optimizer."""
+    return [f"{resolve(score)}{OPTIMIZERS[optimizer]}" for score in scores for optimizer in optimizers]
 
 
-def gpt2(plan: Plan) -> nn.Module:
-    """GPT-2 of 124 M weights, or a tiny one, from its config with a fixed seed."""
-    gpt2_config, gpt2_model = load_gpt2()
-    torch.manual_seed(0)
-    small = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": plan.tokens} if plan.tiny else {}
-    config = gpt2_config(vocab_size=plan.vocabulary, use_cache=False, bos_token_id=0, eos_token_id=0, **small)
-    model: nn.Module = gpt2_model(config).to(plan.device).train()
-    return model
+def label(mode: str, method: str) -> str:
+    """A row of a table."""
+    return f"{mode}, {method.removesuffix(OWN)}, secateur.optim.AdamW" if method.endswith(OWN) else f"{mode}, {method}"
+
+
+def build_model(plan: Plan) -> nn.Module:
+    """GPT-2 of 124 M weights, or a GPT of two layers, with weights that depend on the seed alone."""
+    name = "gpt-2x64" if plan.tiny else "gpt2"
+    model = seeded(plan.seed, lambda: language_model(name, plan.vocabulary, plan.tokens))
+    return model.to(plan.device).train()
 
 
 def batches(plan: Plan) -> Iterator[Tensor]:
-    """Random tokens, made on the device from a fixed seed: the same in every cell."""
-    generator = torch.Generator(plan.device).manual_seed(0)
+    """Random tokens, made on the device, the same in every cell."""
+    generator = torch.Generator(plan.device).manual_seed(plan.seed)
     shape = (plan.batch, plan.tokens)
     while True:
         yield torch.randint(plan.vocabulary, shape, device=plan.device, generator=generator)
@@ -97,28 +103,35 @@ class Training:
 
     def __init__(self, plan: Plan, mode: str, method: str) -> None:
         self.plan, self.device = plan, torch.device(plan.device)
-        score, own = METHODS[method]
-        model = gpt2(plan)
+        score, own = method.removesuffix(OWN), method.endswith(OWN)
+        model = build_model(plan)
         settings: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
         self.optimizer: torch.optim.Optimizer = (
             optim.AdamW(model.parameters(), **settings)
             if own
             else torch.optim.AdamW(model.parameters(), fused=True, **settings)
         )
-        # The ramp lasts to the very end: an update that asks for no more than the last would have nothing to do.
-        ramp = linear(SPARSITY, begin=0, end=plan.last_step)
-        self.pruner = Pruner(model, self.optimizer, score=score, sparsity=ramp, every=plan.every) if score else None
-        self.model: Callable[..., Any] = torch.compile(model) if mode == "compile" else model
+        # The ramp lasts to the last step: an update that asks for no more than the one before would do nothing.
+        ramp = linear(plan.sparsity, begin=0, end=plan.last_step)
+        self.pruner = (
+            None if method == DENSE else Pruner(model, self.optimizer, score=score, sparsity=ramp, every=plan.every)
+        )
+
+        def loss(tokens: Tensor) -> Tensor:
+            targets = functional.pad(tokens[:, 1:], (0, 1), value=IGNORED)  # no copy of the logits, unlike a slice
+            return functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+
+        self.loss: Callable[[Tensor], Tensor] = torch.compile(loss) if mode == "compile" else loss
         self.weights = sum(parameter.numel() for parameter in model.parameters())
         self.batches = batches(plan)
         self.losses: list[Tensor] = []
 
     def run(self, steps: int, clock: Callable[[Callable[[], Any], str], Any] = lambda work, _: work()) -> None:
-        """Some steps of training; `clock` may wrap the optimizer's and the pruner's."""
+        """Train for some steps; `clock` may wrap the optimizer's and the pruner's step."""
         for _ in range(steps):
             tokens = next(self.batches)
             with torch.autocast(self.device.type, dtype=torch.bfloat16):
-                loss = self.model(input_ids=tokens, labels=tokens).loss
+                loss = self.loss(tokens)
             loss.backward()
             clock(self.optimizer.step, "optimizer")
             if self.pruner is not None:
@@ -127,49 +140,49 @@ class Training:
             self.losses.append(loss.detach())
 
     def seconds(self, steps: int) -> float:
-        """How long some steps take together: one wait for the device before, one after, none in between."""
-        settle(self.device)
+        """Time of some steps together, with a sync before and after but none in between."""
+        synchronize(self.device)
         began = time.perf_counter()
         self.run(steps)
-        settle(self.device)
+        synchronize(self.device)
         return time.perf_counter() - began
 
     def shares(self, steps: int) -> dict[str, float]:
-        """Shares of the time in optimizer and pruner, waiting for the device around each: a pass of its own."""
+        """Shares of the time spent in optimizer and pruner, in a separate pass with a sync around each."""
         spent = {"optimizer": 0.0, "pruner": 0.0}
 
         def clock(work: Callable[[], Any], what: str) -> None:
-            settle(self.device)
+            synchronize(self.device)
             began = time.perf_counter()
             work()
-            settle(self.device)
+            synchronize(self.device)
             spent[what] += time.perf_counter() - began
 
-        settle(self.device)
+        synchronize(self.device)
         began = time.perf_counter()
         self.run(steps, clock)
-        settle(self.device)
+        synchronize(self.device)
         whole = time.perf_counter() - began
         return {what: seconds / whole for what, seconds in spent.items()}
 
 
 def compiled_frames() -> int:
-    """How many frames Dynamo has compiled in this process, recompilations included."""
+    """Frames that Dynamo has compiled in this process, recompilations included."""
     from torch._dynamo.utils import counters
 
     return int(counters["frames"]["total"])
 
 
 def measure(plan: Plan, mode: str, method: str) -> dict[str, Any]:
-    """One cell: warm up over two mask updates, time the steps, then look inside some more."""
+    """One cell: warm up over two mask updates, time the steps, then profile one more period."""
     training = Training(plan, mode, method)
     gpu = training.device.type == "cuda"
     training.run(plan.every)
     if gpu:
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what only compiling needed is not training's
+        torch.cuda.empty_cache()  # memory that only compilation needed
     training.run(plan.every)
-    settle(training.device)
+    synchronize(training.device)
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     frames = compiled_frames()
@@ -191,104 +204,87 @@ def measure(plan: Plan, mode: str, method: str) -> dict[str, Any]:
         "shares": shares,
         "losses": [float(losses[0]), float(losses[-1])],
         "finite": bool(losses.isfinite().all()),
-        **pruned_as_asked(training.pruner),
+        **pruned_as_asked(training.pruner, plan.sparsity),
     }
 
 
-def pruned_as_asked(pruner: Pruner | None) -> dict[str, Any]:
-    """What was asked at the end and what was done; a dense cell has nothing to be exact about."""
+def pruned_as_asked(pruner: Pruner | None, sparsity: float) -> dict[str, Any]:
+    """What was pruned, and whether that is exactly the sparsity asked for; dense training is always exact."""
     if pruner is None:
         return {"prunable": None, "pruned": 0, "exact": True, "updates": 0}
     report = pruner.report()
     return {
         "prunable": report.prunable,
         "pruned": report.pruned,
-        "exact": report.pruned == round(SPARSITY * report.prunable) and math.isclose(report.asked, SPARSITY),
+        "exact": report.pruned == round(sparsity * report.prunable) and math.isclose(report.asked, sparsity),
         "updates": len(report.updates),
     }
 
 
-DEFAULTS = {"full": {"batch": 16, "steps": 200, "every": 50}, "tiny": {"batch": 2, "steps": 6, "every": 3}}
-
-LABELS = {OWN: "bitter7, secateur.optim.AdamW"}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_plan(parser)
-    parser.add_argument("--repeats", type=positive, default=2, help="dense cells in each mode, to show the noise (2)")
-    record.add_options(parser)
-
-
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """What is trained and how: also for `secateur bench pace`."""
-    add_device(parser)
-    parser.add_argument("--batch", type=positive, help="sequences in a step (16)")
-    parser.add_argument("--steps", type=positive, help="timed steps (200)")
-    parser.add_argument("--every", type=positive, help="steps between mask updates (50)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="(both)")
-    parser.add_argument(
-        "--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="besides dense (all)"
-    )
-    parser.add_argument("--tiny", action="store_true", help="two layers of width 64 and a few steps: does it run?")
-
-
 def plan_of(options: argparse.Namespace) -> Plan:
-    """The plan that was asked for, once it is known that it can be carried out."""
-    device = device_of(options)
+    """The plan these options describe, checked."""
     chosen = {
         name: getattr(options, name) or value for name, value in DEFAULTS["tiny" if options.tiny else "full"].items()
     }
-    plan = Plan(device=device.type, tiny=options.tiny, **chosen)
-    if plan.device == "cpu" and not plan.tiny:
-        print("secateur: 124 M weights on a CPU take hours; --tiny takes a minute", file=sys.stderr)
+    plan = Plan(str(options.device), options.tiny, **chosen, sparsity=options.sparsity, seed=options.seed)
+    if kind(options.device) == "cpu" and not plan.tiny:
+        print("secateur: GPT-2 on a CPU takes hours; --tiny takes a minute", file=sys.stderr)
     if plan.steps % plan.every:
         raise SecateurError(
             f"--steps {plan.steps} must be a multiple of --every {plan.every}: whole periods are timed."
         )
-    load_gpt2()  # says what is lacking before anything starts
+    if not plan.tiny:
+        library("transformers", "GPT-2", "'secateur[hf]'")  # fail before anything starts
     return plan
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, save."""
     plan = plan_of(options)
-    others = [method for method in options.methods if method != DENSE]
-    order = [DENSE, *others, *[DENSE] * (options.repeats - 1)]
+    order = [DENSE, *methods_of(options.scores, options.optimizers), *[DENSE] * (options.repeats - 1)]
     with tempfile.TemporaryDirectory() as folder:
-        cells = [_apart(plan, mode, method, Path(folder)) for mode in options.modes for method in order]
-    data = {"seed": 0, "plan": asdict(plan), "tokens": plan.tokens, "cells": cells}
+        cells = [_in_own_process(plan, mode, method, Path(folder)) for mode in options.modes for method in order]
+    data = {"seed": plan.seed, "plan": asdict(plan), "tokens": plan.tokens, "cells": cells}
     print(text_table(*table(cells)), end="\n\n")
     theme = "train" if set(options.modes) == set(MODES) else f"train-{options.modes[0]}"
-    print(record.save(theme, data, options, device_of(options)))
+    print(record.save(theme, data, options, options.device))
     return 0
 
 
-def _apart(plan: Plan, mode: str, method: str, folder: Path) -> dict[str, Any]:
-    """A cell measured in a fresh process: nothing another left on the device or in Dynamo's cache is there."""
+def _in_own_process(plan: Plan, mode: str, method: str, folder: Path) -> dict[str, Any]:
+    """Measure a cell in a new process, so that no memory and no compiled graph of another cell is there."""
     print(f"secateur: {mode}, {method} ...", file=sys.stderr)
-    told = json.dumps({"plan": asdict(plan), "mode": mode, "method": method, "out": str(folder / "cell.json")})
+    task = json.dumps({"plan": asdict(plan), "mode": mode, "method": method, "out": str(folder / "cell.json")})
     shared = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
     path = os.pathsep.join([str(record.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, **shared, "PYTHONPATH": path}
-    command = [sys.executable, "-m", "secateur.bench.train", "--cell", told]
+    command = [sys.executable, "-m", "secateur.bench.train", "--cell", task]
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SecateurError(f"The cell {mode}, {method} failed:\n{done.stderr.strip()[-2000:]}")
     found: dict[str, Any] = json.loads((folder / "cell.json").read_text(encoding="utf-8"))
-    print(f"secateur:   {found['step_ms']:.2f} ms a step, {found['recompiles']} recompiles", file=sys.stderr)
+    print(f"secateur:   {found['step_ms']:.2f} ms per step, {found['recompiles']} recompiles", file=sys.stderr)
     return found
 
 
-def one_cell(told: str) -> None:
-    """What the fresh process does."""
-    wanted = json.loads(told)
+def one_cell(task: str) -> None:
+    """Measure one cell and write it to a file, in the new process."""
+    wanted = json.loads(task)
     found = measure(Plan(**wanted["plan"]), wanted["mode"], wanted["method"])
     Path(wanted["out"]).write_text(json.dumps(found), encoding="utf-8")
 
 
 def table(cells: Sequence[dict[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Header and rows; each mode is compared with its own dense cells."""
-    columns = ("ms a step", "to dense", "tokens/s", "allocated MiB", "reserved MiB", "bytes/weight to dense")
+    columns = (
+        "ms per step",
+        "to dense",
+        f"bar {BAR}x",
+        "tokens/s",
+        "allocated MiB",
+        "reserved MiB",
+        "bytes/weight to dense",
+    )
     header = ("mode, method", *columns, "in pruner", "in optimizer", "recompiles", "pruned")
     rows = []
     for cell in cells:
@@ -297,9 +293,10 @@ def table(cells: Sequence[dict[str, Any]]) -> tuple[Sequence[str], Sequence[Sequ
         mean = statistics.mean(c["step_ms"] for c in dense)
         rows.append(
             (
-                f"{cell['mode']}, {LABELS.get(cell['method'], cell['method'])}",
+                label(cell["mode"], cell["method"]),
                 f"{cell['step_ms']:.2f}",
-                times(cell["step_ms"] / mean, right, "not comparable", digits=3),
+                ratio(cell["step_ms"] / mean, right, "not comparable", digits=3),
+                bar(cell, cell["step_ms"] / mean, right),
                 f"{cell['tokens_per_second']:,.0f}",
                 *(_mib(cell[key]) for key in ("peak_allocated", "peak_reserved")),
                 _more_bytes(cell, dense),
@@ -309,6 +306,11 @@ def table(cells: Sequence[dict[str, Any]]) -> tuple[Sequence[str], Sequence[Sequ
             )
         )
     return header, rows
+
+
+def bar(cell: dict[str, Any], to_dense: float, right: bool) -> str:
+    """How a method compares with the bar; dense training has none."""
+    return "-" if cell["method"] == DENSE else against(to_dense, BAR, right, "not comparable")
 
 
 def _mib(number: int | None) -> str:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
-from secateur.bench import NAMES
 from secateur.bench.demo import load_demo, training_steps
+from secateur.cli import bench
 from secateur.cli.jobs import add_probe, add_prune
 from secateur.cli.train import add_train
 from secateur.errors import SecateurError
-from secateur.files import PAGE, check_file, check_folder, claimed
+from secateur.files import check_file, claimed
 from secateur.lab.compare import add_compare
 from secateur.lab.prepare import add_data
-from secateur.lab.record import results_folder
 from secateur.lab.sweep import add_sweep
 
 
@@ -37,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_sweep(commands.add_parser("sweep", help="train a grid of networks that differ in named settings alone"))
     add_data(commands.add_parser("data", help="turn text into a folder of tokens to train on"))
     add_compare(commands.add_parser("compare", help="tables and pictures of finished runs, with intervals over seeds"))
-    _add_benchmarks(commands.add_parser("bench", help="measure, print a table, record every sample"))
+    measure = commands.add_parser("bench", help=bench.SUMMARY)
+    bench.add_options(measure)
+    measure.set_defaults(run=bench.run)
     options = parser.parse_args(arguments)
     options.invocation = shlex.join(["secateur", *arguments])
     try:
@@ -49,22 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("secateur: interrupted", file=sys.stderr)
         return 130
-
-
-def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
-    names = parser.add_subparsers(dest="name", required=True)
-    for name, summary in NAMES.items():
-        module = importlib.import_module(f"secateur.bench.{name}")
-        layout = argparse.RawDescriptionHelpFormatter
-        one = names.add_parser(name, help=summary, description=module.__doc__, formatter_class=layout)
-        module.add_options(one)
-        one.set_defaults(run=partial(_benchmark, module.run))
-
-
-def _benchmark(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Measure only what can be recorded."""
-    check_folder(options.out or results_folder(), PAGE, replaced=False)
-    return run(options)
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What a number needs to live with: commit, command, versions, hardware, seed and every raw sample."""
+"""Records of measurements: commit, command, versions and hardware beside every raw sample, in one JSON file."""
 
 from __future__ import annotations
 
@@ -23,47 +23,54 @@ from secateur.files import write
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-# Before anything is measured. Other processes on the same cores do not slow all forms alike: a thread that waits for a
-# core holds up the others at the next barrier, so small calls of any form take one slice of the scheduler's time.
+UNKNOWN = "unknown"
+# Read before anything is measured. Other processes on the same cores do not slow all calls equally: one waiting thread
+# holds up the others at the next barrier, so a small call takes as long as a time slice of the scheduler.
 LOAD_AT_START = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 BUSY = (os.cpu_count() or 1) / 4 < LOAD_AT_START
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Where results go; every benchmark takes this."""
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the record goes (benchmarks/results)")
-
-
 def results_folder() -> Path:
-    """benchmarks/results of the clone this package lies in; installed elsewhere, of the current folder."""
+    """benchmarks/results of this clone; for an installed package, of the current folder."""
     base = ROOT if (ROOT / "benchmarks" / "results").is_dir() else Path.cwd()
     return base / "benchmarks" / "results"
 
 
 def hardware(device: torch.device) -> str:
-    """The device measured, in words: a GPU by its name, a CPU with its threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    """The name of the device: a GPU by its product name, a CPU with its number of threads."""
+    if device.type != "cpu":
+        named = getattr(torch.get_device_module(device), "get_device_name", None)
+        return str(named(device)) if named else device.type.upper()
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
     return f"{name}, {torch.get_num_threads()} threads"
 
 
-def commit() -> str:
-    """The commit measured; "+changes" when the package differs from it.
+def memory() -> str:
+    """The main memory of this machine, "unknown" where the system does not say."""
+    try:
+        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+    except (AttributeError, OSError, ValueError):  # Windows has no sysconf, other systems not every name
+        return UNKNOWN
 
-    SECATEUR_COMMIT tells it to a copy without history. A package that lies inside another project's checkout (a virtual
-    environment, say) must not pass that project's commit off as its own, so git is asked about this very file.
+
+def commit() -> str:
+    """The commit of this package, "+changes" after it if files differ; "unknown" if it is in no branch or tag.
+
+    SECATEUR_COMMIT overrides it, for a copy without history. Git is asked about this very file: a package inside the
+    checkout of another project, say in a virtual environment, must not record the commit of that project.
     """
-    if told := os.environ.get("SECATEUR_COMMIT"):
-        return told
+    if stated := os.environ.get("SECATEUR_COMMIT"):
+        return stated
     try:
         _git("ls-files", "--error-unmatch", Path(__file__).name)
+        if not _git("for-each-ref", "--count=1", "--contains", "HEAD"):
+            return UNKNOWN  # a detached commit, which no clone of the repository will have
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + ("+changes" if _git("status", "--porcelain", "--", "..") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return UNKNOWN
 
 
 def _git(*words: str) -> str:
@@ -71,41 +78,43 @@ def _git(*words: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that can change a number; triton only where it is installed."""
+    """Versions of everything that can change a figure; triton only where it is installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "secateur": secateur.__version__}
     with contextlib.suppress(ImportError):
         found["triton"] = importlib.import_module("triton").__version__
     return found
 
 
-def measured_by(options: argparse.Namespace) -> str:
-    """The command as it was given, but for the folder: where a number was written says nothing about it."""
+def command_of(options: argparse.Namespace) -> str:
+    """The command as it was given, without --out, which does not change what is measured."""
     given = options.invocation
     return given.replace(f" --out {shlex.quote(str(options.out))}", "") if options.out else given
 
 
 def about(theme: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """What every record begins with: which command made it, when, with what and on what."""
+    """The fields of every record: command, date, commit, hardware, versions."""
     return {
         "theme": theme,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": measured_by(options),
+        "command": command_of(options),
         "commit": commit(),
         "hardware": hardware(device),
-        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "memory": memory(),
         "load_at_start": round(LOAD_AT_START, 2),
         "versions": versions(),
     }
 
 
 def save(theme: str, data: dict[str, Any], options: argparse.Namespace, device: torch.device) -> Path:
-    """Write <theme>_<hardware>_<date>.json, whole or not at all."""
+    """Write THEME_HARDWARE_DATE.json atomically and return its path."""
     record = about(theme, options, device) | data
     folder = options.out or results_folder()
     folder.mkdir(parents=True, exist_ok=True)
     slug = re.sub(r"[^a-z0-9]+", "-", record["hardware"].lower()).strip("-")
     path: Path = folder / f"{theme}_{slug}_{record['date']}.json"
     if BUSY and not path.exists():
-        print(f"secateur: other work was running (load {LOAD_AT_START:.1f}): do not trust the times", file=sys.stderr)
+        print(
+            f"secateur: the machine was busy (load {LOAD_AT_START:.1f}), so the times are unreliable", file=sys.stderr
+        )
     write(path, json.dumps(record, indent=1) + "\n")
     return path
