@@ -1,19 +1,28 @@
-"""Every Python block in README and docs runs; generated parts are up to date; links lead somewhere."""
+"""Every Python block in README and docs runs, every command parses, generated parts are up to date, links lead
+somewhere, and the API reference has every public name."""
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import secateur
+from secateur.cli import main as command_line
 from tools.tables import filled
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+EXAMPLES = ROOT / "examples" / "README.md"
+PAGES = [ROOT / "README.md", EXAMPLES, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("reference/*.md"))]
 
 
 def blocks() -> list[tuple[str, str]]:
@@ -52,3 +61,101 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_first_screen_shows_the_diff_and_the_two_commands() -> None:
     first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:30])
     assert all(part in first_screen for part in ("pruner.step()", "make demo", "make test"))
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every `secateur ...` command of the pages, from blocks of shell commands and from inline code."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+        lines = [part.strip() for block in blocks for part in re.split(r"\n|&&", block.replace("\\\n", " "))]
+        inline = re.findall(r"`(secateur [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        for line in [*lines, *(" ".join(one.split()) for one in inline)]:
+            command = re.sub(r"^.*-m secateur ", "secateur ", line).partition("  #")[0]
+            if command.startswith("secateur "):
+                found.append((page.name, command))
+    return list(dict.fromkeys(found))
+
+
+class Parsed(Exception):  # noqa: N818
+    """The command line was understood."""
+
+
+@pytest.mark.parametrize(("page", "command"), commands(), ids=lambda value: value)
+def test_commands_parse(page: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(self: argparse.ArgumentParser, *arguments: Any, **named: Any) -> Any:
+        parse(self, *arguments, **named)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    words = shlex.split(command, comments=True)[1:]
+    if all(re.fullmatch(r"[a-z]+", word) for word in words):  # a verb alone, as prose names it
+        with pytest.raises((SystemExit, Parsed)) as ended:
+            command_line([*words, "--help"])
+        assert ended.type is Parsed or ended.value.code == 0, f"{page}: {command}"
+        return
+    try:
+        with pytest.raises(Parsed):
+            command_line(words)
+    except SystemExit:
+        pytest.fail(f"{page}: `{command}` is not a command: {capsys.readouterr().err}")
+
+
+def test_there_are_commands_to_parse() -> None:
+    assert len(commands()) > 30
+    assert {page for page, _ in commands()} >= {"README.md", "lab.md", "benchmarks.md", "after-training.md"}
+
+
+def public() -> list[str]:
+    """Every public name, and the public methods and properties of public classes, as the reference writes them."""
+    names = []
+    for name in secateur.__all__:
+        one = getattr(secateur, name)
+        if inspect.ismodule(one):
+            continue  # its own names stand in the reference where they are public: see MODULES
+        names.append(f"secateur.{name}")
+    return names + MODULES
+
+
+MODULES = ["secateur.optim.AdamW", "secateur.optim.Spam"]  # public names of public modules
+
+
+def documented() -> dict[str, str]:
+    """Names the reference documents, each with the options that follow it."""
+    text = "\n".join(page.read_text() for page in sorted(DOCS.glob("reference/*.md")))
+    return dict(re.findall(r"^::: (\S+)\n((?:    .*\n)*)", text, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", public())
+def test_the_reference_has_every_public_name(name: str) -> None:
+    assert name in documented(), f"add `::: {name}` to docs/reference"
+    assert "members: false" not in documented()[name]
+    one: Any = secateur
+    for part in name.split(".")[1:]:
+        one = getattr(one, part)
+    members = [one] if not inspect.isclass(one) else [one, *own_members(one)]
+    for member in members:
+        assert inspect.getdoc(member), f"{name}: {member} has no docstring"
+
+
+def own_members(kind: type) -> list[Any]:
+    """Public methods and properties that a class of this package defines."""
+    named = [(name, member) for name, member in vars(kind).items() if not name.startswith("_")]
+    return [member for _, member in named if inspect.isfunction(member) or isinstance(member, property)]
+
+
+def test_the_reference_documents_nothing_private() -> None:
+    for name in documented():
+        assert not any(part.startswith("_") for part in name.split(".")), name
+        module, attribute = name, ""
+        if name not in sys.modules:
+            module, _, attribute = name.rpartition(".")
+        found = sys.modules[module]
+        assert not attribute or hasattr(found, attribute), f"{name} does not exist"

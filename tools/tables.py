@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -42,13 +43,123 @@ def newest(theme: str, kind: str) -> Record | None:
     return next((one for one in records(theme) if (CPU if "threads" in one["hardware"] else GPU) == kind), None)
 
 
+# Commands of old records that have another name today.
+RENAMED = {"python -m benchmarks.select": "secateur bench select --device cpu"}
+FIRST_SCORE = "bitter7"  # of records from before the default score changed, which do not name theirs
+
+
 def source(record: Record) -> str:
     """Where the numbers come from, in a line."""
     copied = f" copies at {record['bandwidth'] / 1e12:.2f} TB/s;" if "bandwidth" in record else ""
+    command = RENAMED.get(record["command"], record["command"])
+    before = " (then under another name)" if command != record["command"] else ""
     return (
         f"{record['hardware']};{copied} torch {record['versions']['torch']}, Python {record['versions']['python']};"
-        f" commit {record['commit']}, {record['date']}: `{record['command']}`"
+        f" commit {record['commit']}, {record['date']}: `{command}`{before}"
     )
+
+
+def score_of(record: Record) -> str:
+    """Which score a record of costs was made with."""
+    return str(record.get("score", FIRST_SCORE))
+
+
+def scored_by(record: Record) -> str:
+    default = " (recorded before `variance` became the default)" if "score" not in record else ""
+    return f"Score: `{score_of(record)}`{default}."
+
+
+def bar(what: str, limit: str, values: dict[str, bool]) -> str:
+    """A bar and whether it was met, with the names and figures that missed it."""
+    missed = [name for name, met in values.items() if not met]
+    if not missed:
+        return f"Bar: {what} at most {limit}: met."
+    names = ", ".join(missed)
+    return f"Bar: {what} at most {limit}: **missed** by {'all: ' if len(missed) == len(values) else ''}{names}."
+
+
+def select_bar(record: Record) -> str:
+    taken = {name: ms for size in record["sizes"] for name, ms in size["milliseconds"].items() if "secateur" in name}
+    medians = {name: statistics.median(ms) for name, ms in taken.items()}
+    return bar("an update of 402 M weights", "1.5 ms", {f"{n} ({ms:.2f} ms)": ms <= 1.5 for n, ms in medians.items()})
+
+
+def step_bar(record: Record) -> str:
+    medians = {name: statistics.median(taken) for name, taken in record["milliseconds"].items()}
+    ratios = {name: ms / medians[step.FUSED] for name, ms in medians.items() if name.startswith("secateur, masked")}
+    return bar(
+        "a masked step", "0.9x torch's fused dense one", {f"{n} ({r:.2f}x)": r <= 0.9 for n, r in ratios.items()}
+    )
+
+
+def pace_bar(rows: list[list[str]] | Any, column: int) -> str:
+    """From rows of a table in which "to dense" is this column."""
+    ratios = {row[0]: float(row[column].rstrip("x")) for row in rows if not row[0].endswith("dense")}
+    limit = "1.01x the time of dense training"
+    return bar("pruned training", limit, {f"{name} ({ratio:.3f}x)": ratio <= 1.01 for name, ratio in ratios.items()})
+
+
+def scale_bars(record: Record) -> str:
+    large = [size for size in record["sizes"] if size["weights"] > 99e6]
+    ratios = {f"{s['weights'] / 1e6:,.0f} M": statistics.median(s["milliseconds"]) / s["floor_ms"] for s in large}
+    speed = {f"{name} ({ratio:.1f}x)": ratio <= 1.6 for name, ratio in ratios.items()}
+    room = {
+        f"{s['weights'] / 1e6:,.0f} M ({s['scratch_mib']:.0f} MiB)": s["scratch_mib"] <= 64 for s in record["sizes"]
+    }
+    floor = bar("from 100 M weights up", "1.6x of the floor", speed)
+    return f"{floor} {bar('scratch at any size', '64 MiB', room)}"
+
+
+def cost_table() -> str:
+    """What one update, one step and a whole training run cost on a GPU, each beside what it replaces."""
+    rows, sources = [], []
+    if found := newest("select", GPU):
+        size = found["sizes"][-1]
+        ms = {name: statistics.median(taken) for name, taken in size["milliseconds"].items()}
+        rivals = f"topk {ms['topk']:.1f} ms, kthvalue {ms['kthvalue']:,.0f} ms"
+        what = f"exact mask update, {size['weights'] / 1e6:.0f} M fp32 weights, `{score_of(found)}`"
+        room = f"{size['scratch_mib']['secateur, bool masks']:.0f} MiB scratch"
+        rows.append((what, f"{ms['secateur, bool masks']:.2f} ms, {room}", rivals))
+        sources.append(found)
+    if found := newest("scale", GPU):
+        size = found["sizes"][-1]
+        took, floor = statistics.median(size["milliseconds"]), size["floor_ms"]
+        rivals = f"reading and writing the bytes once: {floor:.1f} ms ({took / floor:.1f}x)"
+        what = f"exact mask update, {size['weights'] / 1e9:.2f} B bf16 weights, `{score_of(found)}`"
+        rows.append((what, f"{took:.1f} ms, {size['scratch_mib']:.0f} MiB scratch", rivals))
+        sources.append(found)
+    if found := newest("step", GPU):
+        ms = {name: statistics.median(taken) for name, taken in found["milliseconds"].items()}
+        ours, theirs = ms["secateur, masked"], ms[step.FUSED]
+        what = f"masked AdamW step, {found['weights'] / 1e6:.0f} M weights"
+        rows.append((what, f"{ours:.2f} ms", f"torch's fused dense step: {theirs:.2f} ms ({ours / theirs:.2f}x)"))
+        sources.append(found)
+    if found := newest("pace", GPU):
+        _, lines = pace.table(found["rows"])
+        name, ours, ratio = [line[:3] for line in lines][-1]
+        rows.append((f"GPT-2 training step ({name})", f"{ours} ms", f"dense: {lines[0][1]} ms ({ratio})"))
+        sources.append(found)
+    table = markdown_table(("what", "Secateur", "beside it"), rows).replace("---:", "---")
+    found = newest("scale", GPU)
+    where = "; ".join(f"commit {one['commit']} `{one['command']}`" for one in sources)
+    hardware = ", ".join(sorted({one["hardware"] for one in sources}))
+    return "\n\n".join([table, *([scale_bars(found)] if found else []), f"Medians on one {hardware}: {where}"])
+
+
+def quality_seconds(record: Record) -> str:
+    """How long the recommended recipe takes beside SparseGPT, over all sparsities and patterns of a record."""
+    seconds = {(cell["method"], cell["asked"], cell["pattern"]): cell["seconds"] for cell in record["cells"]}
+    ratios = [
+        taken / seconds[quality.RIVAL, *key]
+        for (name, *key), taken in seconds.items()
+        if name == "recommended" and (quality.RIVAL, *key) in seconds
+    ]
+    return f"*recommended* takes {min(ratios):.1f} to {max(ratios):.1f} times SparseGPT's seconds."
+
+
+def versus_tables(least: float = 0.0) -> str:
+    """The default score beside magnitude, all else equal, in every experiment that has both."""
+    return markdown_table(*results.against_rival(least))
 
 
 def part(theme: str, kind: str, tables: Callable[[Record], list[str]]) -> str:
@@ -58,15 +169,22 @@ def part(theme: str, kind: str, tables: Callable[[Record], list[str]]) -> str:
 
 
 def select_tables(record: Record) -> list[str]:
-    return [markdown_table(*select.table(size)) for size in record["sizes"]]
+    return [*(markdown_table(*select.table(size)) for size in record["sizes"]), scored_by(record)]
 
 
 def select_gpu_tables(record: Record) -> list[str]:
-    return [markdown_table(*select_gpu.gpu_table(size)) for size in record["sizes"]]
+    tables = [markdown_table(*select_gpu.gpu_table(size)) for size in record["sizes"]]
+    return [*tables, f"{scored_by(record)} {select_bar(record)}"]
 
 
 def train_tables(record: Record) -> list[str]:
-    return [markdown_table(*train.table(record["cells"]))]
+    header, rows = train.table(record["cells"])
+    return [markdown_table(header, rows), pace_bar(rows, 2)]
+
+
+def pace_tables(record: Record) -> list[str]:
+    header, rows = pace.table(record["rows"])
+    return [markdown_table(header, rows), pace_bar(rows, 2)]
 
 
 def train_part() -> str:
@@ -93,7 +211,8 @@ PARTS: dict[str, Callable[[], str]] = {
         "accuracy", CPU, lambda found: [markdown_table(*accuracy.table(found["results"], found["updates"]))]
     ),
     "demo": lambda: part("demo", CPU, lambda found: [markdown_table(found["header"], found["rows"])]),
-    "pace": lambda: part("pace", GPU, lambda found: [markdown_table(*pace.table(found["rows"]))]),
+    "cost": cost_table,
+    "pace": lambda: part("pace", GPU, pace_tables),
     "probe": lambda: part(
         "probe",
         GPU,
@@ -106,14 +225,22 @@ PARTS: dict[str, Callable[[], str]] = {
         "quality", GPU, lambda found: [quality.windows(found), markdown_table(*quality.table(found))]
     ),
     "quality-short": lambda: part(
-        "quality", GPU, lambda found: [quality.windows(found), markdown_table(*quality.summary(found))]
+        "quality",
+        GPU,
+        lambda found: [quality.windows(found), markdown_table(*quality.summary(found)), quality_seconds(found)],
     ),
-    "scale": lambda: part("scale", GPU, lambda found: [markdown_table(*scale.table(found["sizes"]))]),
+    "scale": lambda: part(
+        "scale",
+        GPU,
+        lambda found: [markdown_table(*scale.table(found["sizes"])), f"{scored_by(found)} {scale_bars(found)}"],
+    ),
     "scores": scores_table,
     "select": lambda: part("select", CPU, select_tables),
     "select-gpu": lambda: part("select", GPU, select_gpu_tables),
-    "step": lambda: part("step", GPU, lambda found: [markdown_table(*step.table(found))]),
+    "step": lambda: part("step", GPU, lambda found: [markdown_table(*step.table(found)), step_bar(found)]),
     "train": train_part,
+    "versus": versus_tables,
+    "versus-short": lambda: versus_tables(0.8),
 }
 
 
