@@ -19,6 +19,7 @@ import pytest
 
 import secateur
 from secateur.cli import main as command_line
+from tools import walk
 from tools.tables import filled
 
 ROOT = Path(__file__).parent.parent
@@ -187,3 +188,18 @@ def test_the_reference_documents_nothing_private() -> None:
         module, _, attribute = name.rpartition(".")
         assert not any(part.startswith("_") for part in name.split(".")), name
         assert hasattr(importlib.import_module(module), attribute), f"{name} does not exist"
+
+
+@pytest.mark.parametrize("job", ["step", "prune"])
+def test_the_architecture_page_has_the_files_a_job_enters(job: str) -> None:
+    text = (DOCS / "architecture.md").read_text()
+    part = text.partition(f"<!-- begin walk {job} -->")[2].partition(f"<!-- end walk {job} -->")[0]
+    listed = part.partition("```text\n")[2].partition("\n\n")[0].split()
+    assert listed == list(walk.walked(job).first), "run `python tools/walk.py --write docs/architecture.md`"
+
+
+def test_every_file_of_the_architecture_page_exists() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    for file in re.findall(r"[`\s]([\w/]+\.py)", text):
+        roots = (ROOT, ROOT / "secateur")
+        assert any((root / file).exists() for root in roots), file
