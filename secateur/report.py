@@ -42,6 +42,7 @@ class TensorRow:
 
     @property
     def sparsity(self) -> float:
+        """Fraction of its weights that is pruned."""
         return self.pruned / self.numel
 
 
@@ -66,10 +67,12 @@ class Report:
 
     @property
     def prunable(self) -> int:
+        """Number of weights that may be pruned."""
         return sum(row.numel for row in self.tensors)
 
     @property
     def pruned(self) -> int:
+        """Number of weights that are pruned."""
         return sum(row.pruned for row in self.tensors)
 
     @property

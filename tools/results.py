@@ -97,6 +97,75 @@ def source(found: Comparison) -> str:
     return f"{len(runs)} runs; {hardware}; torch {torch}; commit {commit}"
 
 
+# Records of one score against another, in plain words: network, data, number of training steps or epochs.
+VERSUS = {
+    f"{PREFIX}gpt-small-scores-long": "GPT 8x512, 15.2 M tokens",
+    f"{PREFIX}gpt-small-scores": "GPT 8x512, 7.6 M tokens",
+    f"{PREFIX}gpt2-scores": "GPT-2 124M, 7.6 M tokens",
+    f"{PREFIX}resnet18-cifar10": "ResNet-18, CIFAR-10, 6 epochs",
+    f"{PREFIX}lenet5-fashion": "LeNet-5, Fashion-MNIST, 3 epochs",
+}
+OURS = "score=variance"
+
+
+def against_rival(least: float = 0.0) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Header and rows: the default score beside magnitude in every record of VERSUS, from sparsity `least` up."""
+    header = ("network and data", "sparsity", "dense", "magnitude", "variance", "variance to magnitude, 95 %", "seeds")
+    rows = []
+    for name, words in VERSUS.items():
+        if name not in records():
+            continue
+        found = comparison(records()[name])
+        for dense, ours, theirs in _beside_rival(found):
+            if ours.final_sparsity < least - 1e-3:
+                continue
+            figures = [
+                _number(_mean(entry, found.measure), found.measure.logarithmic) for entry in (dense, theirs, ours)
+            ]
+            difference = f"{_judged(ours, found.measure)[0]}: {ours.verdict}"
+            rows.append((words, f"{ours.sparsity:.0%}", *figures, difference, str(len(ours.values))))
+    return header, rows
+
+
+def _beside_rival(found: Comparison) -> list[tuple[Entry, Entry, Entry]]:
+    """Dense runs, the default score and magnitude, for every sparsity of a comparison."""
+    whole = {entry.label: entry for entry in entries(found)}
+    (dense,) = [entry for entry in whole.values() if entry.final_sparsity == 0]
+    ours = [entry for entry in whole.values() if OURS in entry.label.split(", ")]
+    return [(dense, entry, whole[entry.label.replace(OURS, RIVAL)]) for entry in ours]
+
+
+def _mean(entry: Entry, measure: Measure) -> float:
+    return exponential(entry.spread.mean) if measure.logarithmic else entry.spread.mean
+
+
+def headline(found: Comparison) -> str:
+    """What pruning costs over dense training, by sparsity and score, with every seed: an SVG."""
+    from secateur.lab.page import figure
+
+    whole = _beside_rival(found)
+
+    def draw(axes: Any) -> None:
+        for place, name, colour in ((2, "magnitude", "#d55e00"), (1, "variance (default)", "#0072b2")):
+            means, sparsities = [], []
+            for several in whole:
+                dense, entry = several[0].qualities, several[place]
+                costs = [100 * (entry.qualities[seed] / dense[seed] - 1) for seed in entry.qualities if seed in dense]
+                means.append(sum(costs) / len(costs))
+                sparsities.append(100 * entry.sparsity)
+                axes.plot([sparsities[-1]] * len(costs), costs, "o", color=colour, markersize=4, alpha=0.5)
+            axes.plot(sparsities, means, "-", color=colour, linewidth=2, label=name)
+            axes.annotate(f"{means[-1]:+.1f} %", (sparsities[-1], means[-1]), (6, -3), textcoords="offset points")
+        axes.axhline(0, color="#374151", linewidth=1)
+        axes.set_xlim(right=97)
+        axes.set_xticks([50, 60, 70, 80, 90], ["50 %", "60 %", "70 %", "80 %", "90 %"])
+        axes.set_xlabel("sparsity of the prunable weights")
+        axes.set_ylabel("perplexity above dense, %")
+        axes.legend(loc="upper left", frameon=False)
+
+    return figure(draw, width=6.4, height=3.0)
+
+
 def picture(found: Comparison) -> str:
     """Every row against the baseline, seed by seed, with the mean and its interval: an SVG."""
     from secateur.lab.page import figure
@@ -137,6 +206,7 @@ def main() -> None:
     for name, path in records().items():
         write(FIGURES / f"{name}.svg", picture(comparison(path)) + "\n")
         print(FIGURES.relative_to(ROOT) / f"{name}.svg")
+    write(FIGURES / "headline.svg", headline(comparison(records()[f"{PREFIX}gpt-small-scores"])) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -41,13 +42,93 @@ def newest(theme: str, kind: str) -> Record | None:
     return next((one for one in records(theme) if (CPU if "threads" in one["hardware"] else GPU) == kind), None)
 
 
+# Commands of old records that have another name today.
+RENAMED = {"python -m benchmarks.select": "secateur bench select --device cpu"}
+FIRST_SCORE = "bitter7"  # of records that do not name their score
+DEFAULT_SCORE = "variance"
+
+
 def source(record: Record) -> str:
     """Where the numbers come from, in a line."""
     copied = f" copies at {record['bandwidth'] / 1e12:.2f} TB/s;" if "bandwidth" in record else ""
+    command = RENAMED.get(record["command"], record["command"])
+    before = " (then under another name)" if command != record["command"] else ""
     return (
         f"{record['hardware']};{copied} torch {record['versions']['torch']}, Python {record['versions']['python']};"
-        f" commit {record['commit']}, {record['date']}: `{record['command']}`"
+        f" commit {record['commit']}, {record['date']}: `{command}`{before}"
     )
+
+
+def size_of(record: Record) -> Record:
+    """The largest size of a record, measured with the default score where that was."""
+    largest = max(size["weights"] for size in record["sizes"])
+    sizes = [size for size in record["sizes"] if size["weights"] == largest]
+    return next((size for size in sizes if size.get("score") == DEFAULT_SCORE), sizes[-1])
+
+
+def missed_floor(record: Record) -> str:
+    """Which sizes from 100 M weights up take longer than the bar allows."""
+    large = [size for size in record["sizes"] if size["weights"] > 99e6]
+    ratios = [statistics.median(size["milliseconds"]) / size["floor_ms"] for size in large]
+    missed = sum(value > scale.BAR_FLOOR for value in ratios)
+    most = max(size["scratch_mib"] for size in record["sizes"])
+    return (
+        f"Our own bar for large models, {scale.BAR_FLOOR}x of the time to move the bytes, is missed in {missed} of"
+        f" {len(ratios)} measurements from 100 M weights up ({min(ratios):.1f}x to {max(ratios):.1f}x); scratch memory"
+        f" is at most {most:.0f} MiB (bar {scale.BAR_MIB})."
+    )
+
+
+def cost_table() -> str:
+    """What one update, one step and a whole training run cost on a GPU, each beside what it replaces."""
+    rows, sources = [], []
+    if found := newest("select", GPU):
+        size = size_of(found)
+        ms = {name: statistics.median(taken) for name, taken in size["milliseconds"].items()}
+        rivals = f"topk {ms['topk']:.1f} ms, kthvalue {ms['kthvalue']:,.0f} ms"
+        what = f"exact mask update, {size['weights'] / 1e6:.0f} M fp32 weights, `{size.get('score', FIRST_SCORE)}`"
+        room = f"{size['scratch_mib']['secateur, bool masks']:.0f} MiB scratch"
+        rows.append((what, f"{ms['secateur, bool masks']:.2f} ms, {room}", rivals))
+        sources.append(found)
+    if found := newest("scale", GPU):
+        size = size_of(found)
+        took, floor = statistics.median(size["milliseconds"]), size["floor_ms"]
+        rivals = f"reading and writing the bytes once: {floor:.1f} ms ({took / floor:.1f}x)"
+        what = f"exact mask update, {size['weights'] / 1e9:.2f} B bf16 weights, `{size.get('score', FIRST_SCORE)}`"
+        rows.append((what, f"{took:.1f} ms, {size['scratch_mib']:.0f} MiB scratch", rivals))
+        sources.append(found)
+    if found := newest("step", GPU):
+        ms = {name: statistics.median(taken) for name, taken in found["milliseconds"].items()}
+        ours, theirs = ms["secateur, masked"], ms[step.FUSED]
+        what = f"masked AdamW step, {found['weights'] / 1e6:.0f} M weights"
+        rows.append((what, f"{ours:.2f} ms", f"torch's fused dense step: {theirs:.2f} ms ({ours / theirs:.2f}x)"))
+        sources.append(found)
+    if found := newest("pace", GPU):
+        _, lines = pace.table(found["rows"])
+        name, ours, ratio = [line[:3] for line in lines][-1]
+        rows.append((f"GPT-2 training step ({name})", f"{ours} ms", f"dense: {lines[0][1]} ms ({ratio})"))
+        sources.append(found)
+    table = markdown_table(("what", "Secateur", "beside it"), rows).replace("---:", "---")
+    found = newest("scale", GPU)
+    where = "; ".join(f"commit {one['commit']} `{one['command']}`" for one in sources)
+    hardware = ", ".join(sorted({one["hardware"] for one in sources}))
+    return "\n\n".join([table, *([missed_floor(found)] if found else []), f"Medians on one {hardware}: {where}"])
+
+
+def quality_seconds(record: Record) -> str:
+    """How long the recommended recipe takes beside SparseGPT, over all sparsities and patterns of a record."""
+    seconds = {(cell["method"], cell["asked"], cell["pattern"]): cell["seconds"] for cell in record["cells"]}
+    ratios = [
+        taken / seconds[quality.RIVAL, *key]
+        for (name, *key), taken in seconds.items()
+        if name == "recommended" and (quality.RIVAL, *key) in seconds
+    ]
+    return f"*recommended* takes {min(ratios):.1f} to {max(ratios):.1f} times SparseGPT's seconds."
+
+
+def versus_tables(least: float = 0.0) -> str:
+    """The default score beside magnitude, all else equal, in every experiment that has both."""
+    return markdown_table(*results.against_rival(least))
 
 
 def part(theme: str, kind: str, tables: Callable[[Record], list[str]]) -> str:
@@ -62,6 +143,10 @@ def select_tables(record: Record) -> list[str]:
 
 def train_tables(record: Record) -> list[str]:
     return [markdown_table(*train.table(record["cells"]))]
+
+
+def pace_tables(record: Record) -> list[str]:
+    return [markdown_table(*pace.table(record["rows"]))]
 
 
 def train_part() -> str:
@@ -88,7 +173,8 @@ PARTS: dict[str, Callable[[], str]] = {
         "accuracy", CPU, lambda found: [markdown_table(*accuracy.table(found["results"], found["updates"]))]
     ),
     "demo": lambda: part("demo", CPU, lambda found: [markdown_table(found["header"], found["rows"])]),
-    "pace": lambda: part("pace", GPU, lambda found: [markdown_table(*pace.table(found["rows"]))]),
+    "cost": cost_table,
+    "pace": lambda: part("pace", GPU, pace_tables),
     "probe": lambda: part(
         "probe",
         GPU,
@@ -101,14 +187,22 @@ PARTS: dict[str, Callable[[], str]] = {
         "quality", GPU, lambda found: [quality.windows(found), markdown_table(*quality.table(found))]
     ),
     "quality-short": lambda: part(
-        "quality", GPU, lambda found: [quality.windows(found), markdown_table(*quality.summary(found))]
+        "quality",
+        GPU,
+        lambda found: [quality.windows(found), markdown_table(*quality.summary(found)), quality_seconds(found)],
     ),
-    "scale": lambda: part("scale", GPU, lambda found: [markdown_table(*scale.table(found["sizes"]))]),
+    "scale": lambda: part(
+        "scale",
+        GPU,
+        lambda found: [markdown_table(*scale.table(found["sizes"])), missed_floor(found)],
+    ),
     "scores": scores_table,
     "select": lambda: part("select", CPU, select_tables),
     "select-gpu": lambda: part("select", GPU, select_tables),
     "step": lambda: part("step", GPU, lambda found: [markdown_table(*step.table(found))]),
     "train": train_part,
+    "versus": versus_tables,
+    "versus-short": lambda: versus_tables(0.8),
 }
 
 
