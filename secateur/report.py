@@ -124,7 +124,7 @@ class Report:
             )
             for row in self.tensors
         ]
-        table = text_table(("tensor", "shape", "pruned", "sparsity", "cut"), rows)
+        table = text_table(("tensor", "shape", "pruned", "sparsity", "cut"), collapse(rows))
         return "\n".join((*self._summary(), "", table, "", *self._notes()))
 
     def _summary(self) -> list[str]:
@@ -204,13 +204,39 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (escaped[0], rule, *escaped[1:]))
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns for a terminal; the first is flush left, the rest flush right."""
+def collapse(rows: Sequence[Sequence[str]], least: int = 3) -> list[Sequence[str]]:
+    """One row for rows that differ only in the numbers of their layers: "24 layers alike: layers.*.mlp.weight".
+
+    The first cell is the name. Fewer than `least` rows are left as they are.
+    """
+    groups: dict[tuple[str, ...], list[Sequence[str]]] = {}
+    for row in rows:
+        groups.setdefault(_kind_of(row), []).append(row)
+    found: list[Sequence[str]] = []
+    for row in rows:
+        members = groups[_kind_of(row)]
+        if len(members) < least:
+            found.append(row)
+        elif row is members[0]:
+            words = zip(*(member[0].split(".") for member in members), strict=True)
+            name = ".".join(one[0] if len(set(one)) == 1 else "*" for one in words)
+            found.append((f"{len(members)} layers alike: {name}", *row[1:]))
+    return found
+
+
+def _kind_of(row: Sequence[str]) -> tuple[str, ...]:
+    """The row with the numbers in its name left out."""
+    return (".".join("*" if word.isdecimal() else word for word in row[0].split(".")), *row[1:])
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Columns for a terminal; the first `left` are flush left, the rest flush right."""
     widths = [max(len(cells[column]) for cells in (header, *rows)) for column in range(len(header))]
     lines = []
     for cells in (header, ["-" * width for width in widths], *rows):
-        padded = [cells[0].ljust(widths[0])] + [
-            cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)
+        padded = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Benchmarks: `secateur bench NAME` measures, prints a table and writes every raw sample to benchmarks/results.
 
-Each module named here has `add_options(parser)` and `run(options)`, the exit code. Tables in README and docs are
-generated from the written files by `python -m tools.tables`.
+Each module named here has `run(options)`, which gives the exit code; secateur/cli/bench.py has the options.
+Tables in README and docs are generated from the written files by `python -m tools.tables`.
 """
 
 NAMES = {

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from secateur.bench.forms import make
-from secateur.bench.measuring import positive
 from secateur.errors import SecateurError
 from secateur.lab import record
 from secateur.report import text_table
@@ -26,13 +25,6 @@ from secateur.selection.exact import sampled_cut
 TARGETS = (0.001, 0.01, 0.1, 0.5, 0.9)
 SIZES = {"61 thousand": (124, 4), "1 million": (512, 4), "12.6 million": (1024, 12)}
 CPU = torch.device("cpu")  # sampled_cut draws there, so that a seed gives the same sample everywhere
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draws", type=positive, default=20, help="single estimates at each size and target (20)")
-    parser.add_argument("--updates", type=positive, default=100, help="updates of the drift (100)")
-    parser.add_argument("--up-to", type=positive, default=10**8, metavar="N", help="leave out sizes above N weights")
-    record.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:

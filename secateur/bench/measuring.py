@@ -11,30 +11,13 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from secateur.errors import SecateurError
-
 WARM_UP = 3  # calls before the first that counts: kernels compile, the allocator finds its blocks
 COPIED = {"cuda": 2 << 30, "cpu": 256 << 20}  # bytes of the copy that tells the bandwidth: far beyond any cache
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-
-
 def device_of(options: argparse.Namespace) -> torch.device:
-    """The device asked for."""
-    there = torch.cuda.is_available()
-    if options.device == "cuda" and not there:
-        raise SecateurError("--device cuda needs a GPU that torch can use; there is none here.")
-    return torch.device("cuda" if there and options.device != "cpu" else "cpu")
-
-
-def positive(text: str) -> int:
-    """A whole number from one up, for options that count."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"at least 1, got {text}")
-    return number
+    """The device asked for, which the command line has checked."""
+    return torch.device(options.device)
 
 
 def settle(device: torch.device) -> None:

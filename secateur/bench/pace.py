@@ -17,14 +17,9 @@ from typing import Any
 import torch
 
 from secateur.bench.measuring import device_of, times
-from secateur.bench.train import DENSE, LABELS, Plan, Training, add_plan, plan_of, pruned_as_asked
+from secateur.bench.train import DENSE, LABELS, Plan, Training, plan_of, pruned_as_asked
 from secateur.lab import record
 from secateur.report import text_table
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_plan(parser)
-    record.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:

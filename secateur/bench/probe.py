@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.bench.measuring import add_device, device_of, positive
+from secateur.bench.measuring import device_of
 from secateur.errors import FactError, SecateurError, library
 from secateur.lab import record
 from secateur.lab.monitor import Monitor
@@ -41,17 +41,6 @@ TINY = {
 SHAPES = {"mistral-7b": MISTRAL_7B, "tiny": TINY}
 DEVIATION = 0.02  # of the weights, as the model's own config has it
 JOBS = {"joint probe": (probe, {}), "five rounds of variance": (prune, {"rounds": 5})}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_device(parser)
-    parser.add_argument("--shape", choices=SHAPES, default="mistral-7b", help="(mistral-7b)")
-    parser.add_argument("--sequences", type=positive, default=128, help="that calibrate (128)")
-    parser.add_argument("--length", type=positive, default=2048, help="tokens in each (2048)")
-    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 2, 4], help="batch sizes to try (1 2 4)")
-    parser.add_argument("--memory", default="24GB", help="limit of the second turn (24GB)")
-    parser.add_argument("--quick", action="store_true", help="the passes only, no jobs")
-    record.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:

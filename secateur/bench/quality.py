@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.bench.measuring import add_device, device_of, positive, times
+from secateur.bench.measuring import device_of, times
 from secateur.errors import SecateurError
 from secateur.integrations import transformers
 from secateur.lab import record
@@ -47,19 +47,6 @@ METHODS: dict[str, Method] = {
     "probe, block by block": Method(probe, {"order": "reverse", "group": "block"}),
 }
 PATTERNED = ("wanda", RIVAL, "variance, 5 rounds, repaired", "recommended")
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_device(parser)
-    parser.add_argument("--model", default="smollm2", help="a folder, a name on the hub, or smollm2")
-    parser.add_argument("--text", required=True, help="a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT]")
-    parser.add_argument("--context", type=positive, default=1024, help="tokens in a window (1024)")
-    parser.add_argument("--windows", type=positive, help="windows in all (as many as the text has)")
-    parser.add_argument("--batch", type=positive, default=8, help="windows at a time (8)")
-    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.6], help="(0.5 0.6)")
-    parser.add_argument("--patterns", nargs="*", default=["2:4"], help="(2:4)")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(all)")
-    record.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:

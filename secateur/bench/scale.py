@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from secateur.bench import forms
-from secateur.bench.measuring import add_device, bandwidth, device_of, floor_ms, positive, samples, scratch_mib, times
+from secateur.bench.measuring import bandwidth, device_of, floor_ms, samples, scratch_mib, times
 from secateur.errors import SecateurError
 from secateur.lab import record
 from secateur.report import text_table
@@ -30,13 +30,6 @@ SIZES = (10**6, 10**7, 10**8, 402_653_184, 10**9, 2_500_000_000, sum(rows * widt
 UP_TO = {"cpu": 10**7, "cuda": SIZES[-1]}
 SORTED_UP_TO = 1 << 30  # weights a stable sort is made of; it takes about 40 bytes each
 SORT_BYTES = 40
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_device(parser)
-    parser.add_argument("--up-to", type=positive, metavar="N", help="largest size (CPU: 10 million, GPU: all)")
-    parser.add_argument("--calls", type=positive, default=10, help="timed updates at each size (10)")
-    record.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -17,12 +17,10 @@ from secateur.bench import forms
 from secateur.bench.forms import SPARSITY, Form, Layers
 from secateur.bench.measuring import (
     WARM_UP,
-    add_device,
     bandwidth,
     device_of,
     floor_ms,
     milliseconds,
-    positive,
     samples,
     scratch_mib,
     times,
@@ -96,16 +94,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"dims": [1024, 2048], "layers": 12, "calls": 5, "rounds": 4},
     "cuda": {"dims": [4096], "layers": 24, "calls": 30, "rounds": 1},
 }
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_device(parser)
-    parser.add_argument("--dims", "--dim", type=positive, nargs="+", help="sizes: layers of DIM x DIM (GPU: 4096)")
-    parser.add_argument("--layers", type=positive, help="how many of them (CPU: 12, GPU: 24)")
-    parser.add_argument("--calls", type=positive, help="calls of each form in a round (CPU: 5, GPU: 30)")
-    parser.add_argument("--rounds", type=positive, help="rounds in which the forms take turns (CPU: 4, GPU: 1)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and moments")
-    record.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:

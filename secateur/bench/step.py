@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur import optim
-from secateur.bench.measuring import add_device, bandwidth, device_of, floor_ms, positive, samples, times
+from secateur.bench.measuring import bandwidth, device_of, floor_ms, samples, times
 from secateur.lab import record
 from secateur.report import text_table
 
@@ -144,15 +144,6 @@ def distance(ours: Weights, theirs: Weights) -> dict[str, Any]:
 
 ROW = 10  # steps from one wait for the device to the next: in training the host runs ahead of it
 DEFAULTS = {"cpu": {"dim": 512, "layers": 4, "calls": 10}, "cuda": {"dim": 4096, "layers": 24, "calls": 30}}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_device(parser)
-    parser.add_argument("--dim", type=positive, help="layers of DIM x DIM (CPU: 512, GPU: 4096)")
-    parser.add_argument("--layers", type=positive, help="how many of them (CPU: 4, GPU: 24)")
-    parser.add_argument("--calls", type=positive, help="timed steps of each form in a round (CPU: 10, GPU: 30)")
-    parser.add_argument("--rounds", type=positive, default=2, help="rounds in which the forms take turns (2)")
-    record.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:

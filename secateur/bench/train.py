@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur import optim
-from secateur.bench.measuring import add_device, device_of, positive, settle, times
+from secateur.bench.measuring import device_of, settle, times
 from secateur.errors import SecateurError
 from secateur.lab import record
 from secateur.pruner import Pruner
@@ -213,32 +213,13 @@ DEFAULTS = {"full": {"batch": 16, "steps": 200, "every": 50}, "tiny": {"batch": 
 LABELS = {OWN: "bitter7, secateur.optim.AdamW"}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_plan(parser)
-    parser.add_argument("--repeats", type=positive, default=2, help="dense cells in each mode, to show the noise (2)")
-    record.add_options(parser)
-
-
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """What is trained and how: also for `secateur bench pace`."""
-    add_device(parser)
-    parser.add_argument("--batch", type=positive, help="sequences in a step (16)")
-    parser.add_argument("--steps", type=positive, help="timed steps (200)")
-    parser.add_argument("--every", type=positive, help="steps between mask updates (50)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="(both)")
-    parser.add_argument(
-        "--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="besides dense (all)"
-    )
-    parser.add_argument("--tiny", action="store_true", help="two layers of width 64 and a few steps: does it run?")
-
-
 def plan_of(options: argparse.Namespace) -> Plan:
     """The plan that was asked for, once it is known that it can be carried out."""
     device = device_of(options)
     chosen = {
         name: getattr(options, name) or value for name, value in DEFAULTS["tiny" if options.tiny else "full"].items()
     }
-    plan = Plan(device=device.type, tiny=options.tiny, **chosen)
+    plan = Plan(device=str(device), tiny=options.tiny, **chosen)
     if plan.device == "cpu" and not plan.tiny:
         print("secateur: 124 M weights on a CPU take hours; --tiny takes a minute", file=sys.stderr)
     if plan.steps % plan.every:

@@ -29,11 +29,6 @@ LOAD_AT_START = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 BUSY = (os.cpu_count() or 1) / 4 < LOAD_AT_START
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Where results go; every benchmark takes this."""
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the record goes (benchmarks/results)")
-
-
 def results_folder() -> Path:
     """benchmarks/results of the clone this package lies in; installed elsewhere, of the current folder."""
     base = ROOT if (ROOT / "benchmarks" / "results").is_dir() else Path.cwd()
