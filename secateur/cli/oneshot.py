@@ -173,7 +173,7 @@ class Verdict:
         advice = "Prune less (--sparsity), or try the recipe recommended and more calibration text."
         if not math.isfinite(self.after):
             return (f"Quality collapsed: the {self.measure} is {self.after}. {advice}",)
-        if self._perplexity(self.after) > limit:
+        if self._perplexity(self.after) > limit >= self._perplexity(self.before):
             return (f"Quality collapsed: worse than guessing uniformly among {limit:,} tokens. {advice}",)
         if grown > COLLAPSED:
             return (f"Quality collapsed: the perplexity is {_short(grown)} times that of the dense model. {advice}",)

@@ -7,7 +7,6 @@ as score = ["variance", "magnitude", "dense"] and seed = [0, 1, 2]. A sweep that
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from secateur.cli.options import add_out, add_training_device, import_torch, positive, training_on_cpu
@@ -50,7 +49,6 @@ def run(options: argparse.Namespace) -> int:
     share, shares = options.part or (1, 1)
     cells = cells[share - 1 :: shares]
     out = options.out or Path("sweeps") / options.grid.stem
-    print(f"secateur: {len(cells)} runs over {', '.join(axes)}, in {out}", file=sys.stderr)
     run_cells(
         cells, out, cpu=training_on_cpu(options.device), checkpoint_every=options.checkpoint_every,
         numbers_only=options.numbers_only, resources=(options.cpus, options.gpus) if options.engine == "ray" else None,

@@ -130,6 +130,7 @@ def run_cells(
     """Run the cells in folders below `out`: here one after another, or on Ray with these CPUs and GPUs for each."""
     check_folder(out, replaced=False)
     _check_ours(out)
+    print(f"secateur: {len(cells)} runs, in {out}", file=sys.stderr)
 
     def arguments(cell: Cell) -> tuple[dict[str, Any], str, bool, int, bool]:
         return asdict(cell.experiment), str(out / cell.name), cpu, checkpoint_every, numbers_only
