@@ -102,6 +102,7 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
     ("words", "message"),
     [
         ("prun", "there is no verb 'prun'. Did you mean 'prune'?"),
+        ("data one.txt --out a\0b", "an argument holds a null character"),
         ("--nothing", "unrecognized arguments: --nothing"),
         ("prune", "the following arguments are required: model"),
         ("prune m --sparsity half", "--sparsity: must be a fraction such as 0.5, got 'half'"),

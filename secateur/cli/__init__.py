@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return 0
+    if any("\0" in word for word in arguments):  # no path or number has one; a shell cannot pass it, a program can
+        parser.error("an argument holds a null character")
     if not arguments[0].startswith("-") and arguments[0] not in VERBS:
         parser.error(f"there is no verb {arguments[0]!r}.{nearest(arguments[0], VERBS)} Verbs: {', '.join(VERBS)}")
     options = parser.parse_args(arguments)
