@@ -45,6 +45,13 @@ def hardware(device: torch.device) -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
+def memory() -> str:
+    """Memory of the machine; Windows does not tell it without a further library."""
+    if not hasattr(os, "sysconf"):
+        return "unknown"
+    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+
+
 def commit() -> str:
     """The commit measured; "+changes" when the package differs from it.
 
@@ -87,7 +94,7 @@ def about(theme: str, options: argparse.Namespace, device: torch.device) -> dict
         "command": measured_by(options),
         "commit": commit(),
         "hardware": hardware(device),
-        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "memory": memory(),
         "load_at_start": round(LOAD_AT_START, 2),
         "versions": versions(),
     }
