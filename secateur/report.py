@@ -5,8 +5,10 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor
@@ -125,7 +127,7 @@ class Report:
             )
             for row in self.tensors
         ]
-        table = text_table(("tensor", "shape", "pruned", "sparsity", "cut"), rows)
+        table = text_table(("tensor", "shape", "pruned", "sparsity", "cut"), collapse(rows))
         return "\n".join((*self._summary(), "", table, "", *self._notes()))
 
     def _summary(self) -> list[str]:
@@ -205,13 +207,39 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (escaped[0], rule, *escaped[1:]))
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns for a terminal; the first is flush left, the rest flush right."""
+def collapse(rows: Sequence[Sequence[str]], least: int = 3) -> list[Sequence[str]]:
+    """One row for rows that differ only in the numbers of their layers: "24 layers alike: layers.*.mlp.weight".
+
+    The first cell is the name. Fewer than `least` rows are left as they are.
+    """
+    groups: dict[tuple[str, ...], list[Sequence[str]]] = {}
+    for row in rows:
+        groups.setdefault(_kind_of(row), []).append(row)
+    found: list[Sequence[str]] = []
+    for row in rows:
+        members = groups[_kind_of(row)]
+        if len(members) < least:
+            found.append(row)
+        elif row is members[0]:
+            words = zip(*(member[0].split(".") for member in members), strict=True)
+            name = ".".join(one[0] if len(set(one)) == 1 else "*" for one in words)
+            found.append((f"{len(members)} layers alike: {name}", *row[1:]))
+    return found
+
+
+def _kind_of(row: Sequence[str]) -> tuple[str, ...]:
+    """The row with the numbers in its name left out."""
+    return (".".join("*" if word.isdecimal() else word for word in row[0].split(".")), *row[1:])
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Columns for a terminal; the first `left` are flush left, the rest flush right."""
     widths = [max(len(cells[column]) for cells in (header, *rows)) for column in range(len(header))]
     lines = []
     for cells in (header, ["-" * width for width in widths], *rows):
-        padded = [cells[0].ljust(widths[0])] + [
-            cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)
+        padded = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
@@ -219,22 +247,126 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 STYLE = """
 :root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #111827; background: #f9fafb; margin: 0; }
-main { max-width: 960px; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
-h1 { font-size: 1.6rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .25rem; }
+* { box-sizing: border-box; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #111827; background: #f9fafb; margin: 0; overflow-wrap: anywhere; }
+main { max-width: 1080px; margin: 0 auto; padding: 2rem 1.25rem 3rem; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .5rem; } h2 { font-size: 1.1rem; margin: 1.5rem 0 .25rem; }
 p { margin: .25rem 0 .75rem; color: #4b5563; max-width: 72ch; }
-table { border-collapse: collapse; background: #fff; width: 100%; margin: .5rem 0; }
-th, td { padding: .4rem .75rem; text-align: right; border-bottom: 1px solid #e5e7eb; }
+img, svg { max-width: 100%; height: auto; }
+.wide { overflow-x: auto; overflow-wrap: normal; margin: .5rem 0; }
+table { border-collapse: collapse; background: #fff; }
+.wide > table { min-width: 60%; }
+th, td { padding: .4rem .6rem; text-align: right; border-bottom: 1px solid #e5e7eb;
+  font-variant-numeric: tabular-nums; }
 th { font-weight: 600; color: #374151; } th:first-child, td:first-child { text-align: left; }
-svg { width: 100%; height: auto; background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; }
-svg text { font: 11px system-ui, sans-serif; fill: #374151; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 1rem; }
+.figures { align-items: start; margin-top: 1.5rem; }
+figure { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; margin: 0; padding: 1rem; min-width: 0; }
+figure.full { grid-column: 1 / -1; } figure h2 { margin-top: 0; }
+figure > svg { width: 100%; display: block; }
+.warning { background: #fef3c7; border-left: 4px solid #d97706; color: #78350f; padding: .5rem .75rem; }
+pre { background: #f3f4f6; padding: .6rem; margin: 0; font-size: .8rem; white-space: pre-wrap; }
 footer { color: #6b7280; font-size: .85rem; margin-top: 2rem; }
+@media (max-width: 600px) {
+  main { padding: 1rem .75rem 2rem; } h1 { font-size: 1.3rem; }
+  th, td { padding: .3rem .4rem; font-size: .85rem; } figure { padding: .6rem; }
+}
 """
-ROW, LEFT, WIDE = 18, 300, 560  # of the picture: height of a bar, room for names, length of a full bar
+COLUMNS = 16  # of a heat map; models with more kinds of weights show the mean of those that differ in a number
+PALE, DARK = (239, 246, 255), (30, 58, 138)  # RGB
+
+
+def html_page(title: str, body: str, footer: str = "") -> str:
+    """A whole page that fetches nothing: the title, which is the headline too, then `body` and `footer` as HTML."""
+    made_by = f"{footer}{' ' if footer else ''}Made by Secateur."
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body><main>'
+        f"<h1>{html.escape(title)}</h1>{body}<footer>{made_by}</footer></main></body></html>\n"
+    )
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table that scrolls by itself where the page is narrow. The first column is text, the rest numbers."""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def heat_map(rows: Sequence[tuple[str, float]]) -> str:
+    """Sparsity of tensors, given by name, as a table of blocks by kinds of weights: the darker, the sparser.
+
+    "layers.3.attn.q_proj.weight" is block 3, kind "attn.q_proj". Styles are inline, so that notebooks show it too.
+    """
+    if not rows:
+        return ""
+    blocks, kinds = _by_block(rows)
+    values = [fmean(found) for block in blocks.values() for found in block.values()]
+    low, high = min(values), max(values)
+    cell = "padding:3px 6px;border:1px solid #fff;text-align:center;font-size:12px;font-variant-numeric:tabular-nums"
+    turned = "writing-mode:vertical-rl;transform:rotate(180deg);white-space:nowrap;display:inline-block"
+    head = "".join(
+        f'<th scope="col" style="{cell};vertical-align:bottom"><span style="{turned}">{html.escape(kind)}</span></th>'
+        for kind in kinds
+    )
+    lines = []
+    for label, block in blocks.items():
+        shown = [_heat_cell(f"{label} {kind}", block.get(kind), low, high, cell) for kind in kinds]
+        lines.append(f'<tr><th scope="row" style="{cell}">{html.escape(label)}</th>{"".join(shown)}</tr>')
+    spread = f"{low:.1%}" if high == low else f"{low:.1%} to {high:.1%}"
+    return (
+        f'<p style="font-size:12px">Percent of weights that are zero, by block and kind of weight: {spread}.</p>'
+        '<div class="wide" style="overflow-x:auto"><table style="border-collapse:collapse;min-width:0">'
+        f'<thead><tr><th scope="col" style="{cell}">block</th>{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _by_block(rows: Sequence[tuple[str, float]]) -> tuple[dict[str, dict[str, list[float]]], list[str]]:
+    """Sparsities by the label of their block and by kind, and all kinds in the order they come."""
+    split = [(*_split_name(name), value) for name, value in rows]
+    if len({kind for _, _, kind, _ in split}) > COLUMNS:
+        split = [(stem, number, re.sub(r"\b\d+\b", "*", kind), value) for stem, number, kind, value in split]
+    several = len({stem for stem, number, _, _ in split if number}) > 1  # such as an encoder and a decoder
+    blocks: dict[str, dict[str, list[float]]] = {}
+    for stem, number, kind, value in split:
+        label = f"{stem}.{number}" if several and number else number or "-"
+        blocks.setdefault(label, {}).setdefault(kind, []).append(value)
+    return blocks, list(dict.fromkeys(kind for _, _, kind, _ in split))
+
+
+def _split_name(name: str) -> tuple[str, str, str]:
+    """What stands before the first whole number in a tensor's name, that number, and what follows it."""
+    words = name.removesuffix(".weight").split(".")
+    place = next((place for place, word in enumerate(words) if word.isdecimal()), None)
+    if place is None:
+        return "", "", ".".join(words)
+    return ".".join(words[:place]), words[place], ".".join(words[place + 1 :]) or words[place - 1]
+
+
+def _heat_cell(name: str, found: list[float] | None, low: float, high: float, style: str) -> str:
+    if found is None:
+        return f'<td style="{style}"></td>'
+    value = fmean(found)
+    heat = (value - low) / (high - low) if high - low > 0.005 else value
+    colour = ",".join(f"{pale + heat * (dark - pale):.0f}" for pale, dark in zip(PALE, DARK, strict=True))
+    ink = "#fff" if heat > 0.5 else "#111827"
+    return (
+        f'<td style="{style};background:rgb({colour});color:{ink}" title="{html.escape(name)}: {value:.2%}">'
+        f"{_whole_percent(value)}</td>"
+    )
+
+
+def _whole_percent(value: float) -> str:
+    """Percent without decimals; 0 and 100 only where that is exact."""
+    if 0 < value < 0.005:
+        return "&lt;1"
+    return "&gt;99" if 0.995 <= value < 1 else f"{100 * value:.0f}"
 
 
 def render(title: str, outcome: Outcome) -> str:
-    """The whole page as a string."""
+    """The page of `prune` and `probe`."""
     figures = [(name, f"{value:,.6g}") for name, value in outcome.found]
     figures += [
         ("sparsity asked", f"{outcome.asked:.4%}"),
@@ -251,39 +383,10 @@ def render(title: str, outcome: Outcome) -> str:
         f"{word} {value}" for word, value in (("pattern", outcome.pattern), ("allocation", outcome.allocation)) if value
     ]
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in outcome._notes())
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body><main>'
-        f"<h1>{html.escape(title)}</h1>"
+    return html_page(
+        title,
         f"<p>{html.escape(', '.join(how))}; calibrated on {outcome.batches} batches.</p>"
-        f"{table(('', 'value'), figures)}"
-        "<h2>Sparsity by layer</h2><p>The dotted line is the sparsity of all together.</p>"
-        f"{bars(outcome)}<h2>What it took</h2>{table(('stage', 'seconds', 'peak GiB'), stages)}"
-        f"<h2>Notes</h2>{notes}<footer>Made by secateur.</footer></main></body></html>\n"
+        f"{html_table(('', 'value'), figures)}"
+        f"<h2>Sparsity by layer</h2>{heat_map([(row.name, row.sparsity) for row in outcome.tensors])}"
+        f"<h2>Time and memory</h2>{html_table(('stage', 'seconds', 'peak GiB'), stages)}<h2>Notes</h2>{notes}",
     )
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table."""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def bars(outcome: Outcome) -> str:
-    """A bar for every tensor, as SVG."""
-    height = ROW * len(outcome.tensors) + 30
-    parts = [f'<svg viewBox="0 0 {LEFT + WIDE + 80} {height}" role="img" aria-label="sparsity of every layer">']
-    for number, row in enumerate(outcome.tensors):
-        top = 10 + number * ROW
-        name = html.escape(row.name.removesuffix(".weight"))
-        parts.append(f'<text x="{LEFT - 8}" y="{top + 12}" text-anchor="end">{name}</text>')
-        parts.append(f'<rect x="{LEFT}" y="{top + 2}" width="{WIDE}" height="{ROW - 5}" fill="#f3f4f6"/>')
-        length = WIDE * row.sparsity
-        parts.append(f'<rect x="{LEFT}" y="{top + 2}" width="{length:.1f}" height="{ROW - 5}" fill="#2563eb"/>')
-        parts.append(f'<text x="{LEFT + WIDE + 8}" y="{top + 12}">{row.sparsity:.1%}</text>')
-    at = LEFT + WIDE * outcome.sparsity
-    ends = f'x1="{at:.1f}" x2="{at:.1f}" y1="6" y2="{height - 14}"'
-    parts.append(f'<line {ends} stroke="#111827" stroke-dasharray="3 3"/>')
-    return "".join([*parts, "</svg>"])

@@ -554,11 +554,12 @@ VERBS: dict[str, tuple[str, ...]] = {
               "--recipe", "--pattern"),
     "probe": ("--data", "--sparsity", "--context", "--calibration", "--memory", "--skip", "--only", "--device",
               "--stream", "--score", "--order", "--group", "--tolerance", "--shrink", "--exact", "--out"),
-    "train": ("--set", "--out", "--optimizer", "--variant", "--pruning-method", "--target-sparsity", "--max-iters",
+    "train": ("--set", "--out", "--score", "--sparsity", "--steps", "--seed", "--device", "--optimizer", "--variant",
+              "--pruning-method", "--target-sparsity", "--max-iters",
               "--budget", "--max-time", "--micro-batch", "--checkpoint-every", "--tracker", "--dry-run"),
-    "sweep": ("--out", "--engine", "--cpus", "--part", "--checkpoint-every", "--numbers-only"),
+    "sweep": ("--out", "--device", "--engine", "--cpus", "--part", "--checkpoint-every", "--numbers-only"),
     "compare": ("--by", "--json", "--html", "--out"),
-    "data": ("--out",), "bench": (), "demo": ("--out",),
+    "data": ("--out",), "bench": (), "demo": ("--out",), "inspect": ("--out",), "scores": (),
 }  # fmt: skip
 FLAGS = ("--stream", "--overwrite", "--exact", "--dry-run", "--numbers-only")
 WORDS = ("0.5", "0", "-1", "1.0", "nan", "inf", "1e400", "2", "7", "wanda", "magnitude", "sparsegpt", "2:4", "9:4",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +38,48 @@ OPTIONAL = [
 def test_public_names_are_these_and_no_others() -> None:
     assert sc.__all__ == PUBLIC
     assert all(hasattr(sc, name) for name in PUBLIC)
-    assert sc.__version__ == "0.1.0"
+    assert set(PUBLIC) <= set(dir(sc))
+    with pytest.raises(AttributeError, match="module 'secateur' has no attribute 'sellect'"):
+        sc.sellect  # noqa: B018
+
+
+def test_what_type_checkers_see_is_what_resolves() -> None:
+    """The imports under TYPE_CHECKING name the same objects as the table of lazy imports."""
+    tree = ast.parse(Path(sc.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        home = importlib.import_module(str(node.module))
+        seen |= {alias.name: getattr(home, alias.name) for alias in node.names}
+    assert seen == {name: getattr(sc, name) for name in PUBLIC}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import secateur.scores; secateur.scores()",
+        "import secateur; secateur.scores(); import secateur.scores; secateur.scores()",
+        "import secateur.scores; from secateur import scores; scores()",
+        "from secateur import scores; import secateur.scores; scores(); secateur.scores()",
+        "from secateur.scores import resolve; import secateur; secateur.scores(); resolve('variance')",
+        "import secateur.pruner; secateur.scores()",
+        "from secateur import *; scores(); Pruner; optim.AdamW; assert selection.select is select",
+        "import secateur.optim; secateur.optim.AdamW; secateur.scores()",
+        "import secateur as sc; sc.selection.select; sc.optim.AdamW; sc.scores()",
+        "import secateur as sc, sys; sc.__version__; assert 'torch' not in sys.modules",
+    ],
+)
+def test_names_in_every_order_of_imports(code: str) -> None:
+    """`secateur.scores` is the function, whether or not the module of the same name was imported."""
+    done = run_blocked(code, [])
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_version_stands_in_one_place() -> None:
+    root = Path(__file__).parent.parent
+    assert 'dynamic = ["version"]' in (root / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"## {sc.__version__}" in (root / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_everything_public_is_documented() -> None:
@@ -136,10 +179,10 @@ def test_the_blocker_blocks() -> None:
 
 
 def test_importing_is_quick_beside_torch() -> None:
-    code = "import time, torch; began = time.perf_counter(); import secateur; print(time.perf_counter() - began)"
-    best = min(float(run_blocked(code, []).stdout) for _ in range(3))
+    code = "import time, torch; began = time.perf_counter(); {}; print(time.perf_counter() - began)"
+    best = min(float(run_blocked(code.format("from secateur import *"), []).stdout) for _ in range(3))
     assert best < 0.5
-    heavy = "import sys, secateur; print('torch.distributed.tensor' in sys.modules and 'loaded')"
+    heavy = "import sys; from secateur import *; print('torch.distributed.tensor' in sys.modules and 'loaded')"
     assert "loaded" not in run_blocked(heavy, []).stdout
 
 

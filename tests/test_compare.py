@@ -275,7 +275,7 @@ def test_pages_and_records_have_a_place_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("secateur.lab.demo.demo", lambda *_: pytest.fail("the demo ran"))
-    monkeypatch.setattr("secateur.lab.compare.read_runs", lambda *_: pytest.fail("runs were read"))
+    monkeypatch.setattr("secateur.lab.runs.read_runs", lambda *_: pytest.fail("runs were read"))
     (tmp_path / "file").write_text("mine")
     for words in (["demo"], ["compare", str(tmp_path)], ["bench", "demo"]):
         said = refused(capsys, main([*words, "--out", str(tmp_path / "file" / "out")]))

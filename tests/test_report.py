@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import torch
 
 import secateur as sc
-from secateur.report import markdown_table, text_table
+from secateur.report import heat_map, html_page, html_table, markdown_table, text_table
+from tests.browser import Collector
 from tests.conftest import Block, train
 
 
@@ -62,3 +64,32 @@ def test_tables_line_up() -> None:
     rows = [("a", "1"), ("bcd", "22")]
     assert text_table(("name", "n"), rows) == "name   n\n----  --\na      1\nbcd   22"
     assert markdown_table(("name", "n"), rows) == "| name | n |\n| --- | ---: |\n| a | 1 |\n| bcd | 22 |"
+
+
+def test_a_heat_map_has_a_row_for_each_block_and_a_column_for_each_kind() -> None:
+    rows = [(f"model.layers.{block}.{kind}.weight", block / 10) for block in (0, 1) for kind in ("attn.q", "mlp.up")]
+    text = heat_map([*rows, ("lm_head.weight", 0.999)])
+    assert [re.findall(r'scope="row"[^>]*>([^<]*)<', text)] == [["0", "1", "-"]]
+    assert re.findall(r"<span[^>]*>([^<]*)<", text) == ["attn.q", "mlp.up", "lm_head"]
+    assert re.findall(r"<td [^>]*>([^<]*)<", text) == ["0", "0", "", "10", "10", "", "", "", "&gt;99"]
+    assert 'title="1 attn.q: 10.00%"' in text
+    assert heat_map([]) == ""
+
+
+def test_a_heat_map_averages_experts_and_tells_stacks_apart() -> None:
+    experts = [(f"layers.0.experts.{number}.up.weight", number / 40) for number in range(40)]
+    text = heat_map([*experts, ("layers.0.attn.q.weight", 0.25)])
+    assert re.findall(r"<span[^>]*>([^<]*)<", text) == ["experts.*.up", "attn.q"]
+    assert re.findall(r"<td [^>]*>([^<]*)<", text) == ["49", "25"]
+    text = heat_map([("encoder.0.up.weight", 0.5), ("decoder.0.up.weight", 0.5)])
+    assert re.findall(r'scope="row"[^>]*>([^<]*)<', text) == ["encoder.0", "decoder.0"]
+
+
+def test_pages_escape_text_and_fetch_nothing() -> None:
+    page = html_page("a < b", html_table(("<x>", "y"), [("1 & 2", "3")]), "said <em>once</em>.")
+    collector = Collector()
+    collector.feed(page)
+    assert collector.fetched == []
+    assert "<h1>a &lt; b</h1>" in page
+    assert "<td>1 &amp; 2</td>" in page
+    assert "said <em>once</em>. Made by Secateur." in page

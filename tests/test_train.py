@@ -23,7 +23,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 from secateur.cli import main
-from secateur.cli.train import add_train, changes_of, name_of
+from secateur.cli.train import add_options, changes_of, name_of
 from secateur.errors import SecateurError
 from secateur.lab import models, monitor
 from secateur.lab.checkpoint import RunFolder
@@ -263,7 +263,7 @@ def test_shards_train_as_one_and_go_on_to_the_same_bits(tmp_path: Path, monkeypa
 
 def options(*words: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
-    add_train(parser)
+    add_options(parser)
     return changes_of(parser.parse_args(words))
 
 

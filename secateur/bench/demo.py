@@ -23,14 +23,6 @@ def load_demo() -> ModuleType:
     return demo
 
 
-def training_steps(text: str) -> int:
-    """A number of steps the demo can do with."""
-    number = int(text)
-    if number < 20:
-        raise argparse.ArgumentTypeError(f"a run needs at least 20 steps to ramp and recover, got {text}")
-    return number
-
-
 def run(options: argparse.Namespace) -> int:
     """Run, print, save."""
     demo = load_demo()

@@ -1,62 +1,94 @@
-"""The command line: parse, call one function. Results go to stdout, progress to stderr."""
+"""The command line: one file a verb. Results go to stdout, progress and errors to stderr.
+
+Parsing imports no torch, so that help and mistakes are answered at once; each verb imports what it needs in `run`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
-from pathlib import Path
+from typing import NoReturn
 
-from secateur.bench.demo import load_demo, training_steps
-from secateur.cli import bench
-from secateur.cli.jobs import add_probe, add_prune
-from secateur.cli.train import add_train
-from secateur.errors import SecateurError
-from secateur.files import check_file, claimed
-from secateur.lab.compare import add_compare
-from secateur.lab.prepare import add_data
-from secateur.lab.sweep import add_sweep
+import secateur
+from secateur.cli import bench, compare, data, demo, inspect, probe, prune, scores, sweep, train
+from secateur.cli.options import INTERRUPTED, INTERRUPTED_LINE, Verb
+from secateur.errors import SecateurError, nearest
+
+VERBS: dict[str, Verb] = {
+    "demo": demo,
+    "prune": prune,
+    "probe": probe,
+    "train": train,
+    "sweep": sweep,
+    "compare": compare,
+    "data": data,
+    "inspect": inspect,
+    "scores": scores,
+    "bench": bench,
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a mistake with one line instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"secateur: {' '.join(message.split())}. See {self.prog} --help.\n")
+
+
+def build_parser() -> Parser:
+    """The parser of all verbs."""
+    parser = Parser(
+        prog="secateur",
+        description="Make PyTorch networks sparse, exact to the weight, while they train or after.",
+        epilog="secateur VERB --help describes a verb and shows an example. Start with: secateur demo",
+    )
+    parser.add_argument("--version", action="version", version=f"secateur {secateur.__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
+    for name, verb in VERBS.items():
+        one = verbs.add_parser(
+            name,
+            help=verb.SUMMARY,
+            description=_wrapped(verb.__doc__ or ""),
+            epilog=f"example:\n  {verb.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        verb.add_options(one)
+        one.set_defaults(run=verb.run)
+    return parser
+
+
+def _wrapped(text: str) -> str:
+    """Paragraphs that fit a terminal of 80 columns."""
+    return "\n\n".join(textwrap.fill(paragraph, 79) for paragraph in text.strip().split("\n\n"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="secateur", description="Sparse PyTorch networks, exact to the weight.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="train a small GPT dense and pruned, compare, write report.html")
-    demo.add_argument("--out", type=Path, default=Path("report.html"), help="where the page goes (report.html)")
-    demo.add_argument("--steps", type=training_steps, help="training steps of each run (450)")
-    demo.set_defaults(run=_demo)
-    add_prune(commands.add_parser("prune", help="prune a trained model, judge it on other text, save it"))
-    add_probe(commands.add_parser("probe", help="prune only what the gradients agree to (GradProbe)"))
-    add_train(commands.add_parser("train", help="train a network, pruned or dense, from a recipe"))
-    add_sweep(commands.add_parser("sweep", help="train a grid of networks that differ in named settings alone"))
-    add_data(commands.add_parser("data", help="turn text into a folder of tokens to train on"))
-    add_compare(commands.add_parser("compare", help="tables and pictures of finished runs, with intervals over seeds"))
-    measure = commands.add_parser("bench", help=bench.SUMMARY)
-    bench.add_options(measure)
-    measure.set_defaults(run=bench.run)
+    """Run a command; the exit code: 0, 2 after a mistake, 130 after Ctrl-C."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = build_parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    if any("\0" in word for word in arguments):  # no path or number has one; a shell cannot pass it, a program can
+        parser.error("an argument holds a null character")
+    if not arguments[0].startswith("-") and arguments[0] not in VERBS:
+        parser.error(f"there is no verb {arguments[0]!r}.{nearest(arguments[0], VERBS)} Verbs: {', '.join(VERBS)}")
     options = parser.parse_args(arguments)
+    if options.verb is None:
+        parser.error(f"name a verb first: {', '.join(VERBS)}")
     options.invocation = shlex.join(["secateur", *arguments])
     try:
-        code: int = options.run(options)
-        return code
+        return int(options.run(options))
+    except BrokenPipeError:  # the reader of our output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (SecateurError, OSError) as error:
         print(f"secateur: {' '.join(str(error).split())}", file=sys.stderr)  # one line, whatever a library wrote
         return 2
     except KeyboardInterrupt:
-        print("secateur: interrupted", file=sys.stderr)
-        return 130
-
-
-def _demo(options: argparse.Namespace) -> int:
-    demo = load_demo().demo
-    check_file(options.out)
-    with claimed(options.out):
-        demo(options.out, options.steps)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        print(INTERRUPTED_LINE, file=sys.stderr)
+        return INTERRUPTED

@@ -1,4 +1,7 @@
-"""`secateur train`: an experiment from a recipe or from options, the seeds' names among them."""
+"""Train a network, pruned or dense, from a recipe or settings. The run folder gets metrics, checkpoints and a page.
+
+The same command continues a run that was interrupted. secateur train RECIPE --dry-run tries everything out in seconds.
+"""
 
 from __future__ import annotations
 
@@ -8,74 +11,92 @@ import importlib.util
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from secateur.bench.measuring import positive
+from secateur.cli.adamwprune import add_aliases, score_settings
+from secateur.cli.options import (
+    add_out,
+    add_seed,
+    add_sparsity,
+    add_training_device,
+    import_torch,
+    positive,
+    training_on_cpu,
+)
 from secateur.errors import SecateurError, library
 from secateur.files import check_room, write
-from secateur.lab.config import BUDGETS, OPTIMIZERS, Experiment, read_experiment
 from secateur.settings import parse
 
+if TYPE_CHECKING:
+    from secateur.lab.config import Experiment
+
+SUMMARY = "train a network, pruned or dense, from a recipe or settings"
+EXAMPLE = "secateur train --set model=gpt-2x64 --score variance --sparsity 0.8 --steps 200 --out runs/small"
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
-METHODS = ("none", "magnitude", "movement", "state")
-STATE_SCORE = "bitter0"  # what the seeds take for state pruning when no variant is named
+MISSING = (
+    "train needs a recipe or settings: secateur train RECIPE.toml, or secateur train --set model=gpt-2x64"
+    " --score variance --sparsity 0.8. secateur train --help lists the options."
+)
 
 
-def add_train(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", type=Path, help="a .toml file, such as recipes/gpt2-variance-80.toml")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", type=Path, help="a .toml file of settings")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help="change a setting"
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help="change a setting; repeatable"
     )
-    parser.add_argument("--out", type=Path, help="folder of the run (runs/MODEL-SCORE-SPARSITY-SEED)")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS)
-    parser.add_argument("--variant", help="bitter0 to bitter9: the score of state pruning")
-    parser.add_argument("--pruning-method", choices=METHODS)
-    parser.add_argument("--target-sparsity", type=float)
-    parser.add_argument("--max-iters", type=positive, help="optimizer steps")
+    parser.add_argument("--score", help="the score to prune by; see secateur scores (none: dense)")
+    add_sparsity(parser, "0")
+    parser.add_argument("--steps", type=positive, help="optimizer steps (1000)")
+    add_seed(parser)
+    parser.add_argument("--optimizer", help="adamw, adam, sgd, adamwadv, adamwspam, adamwprune (adamw)")
     parser.add_argument(
-        "--budget", choices=BUDGETS, help="extended: the seeds' 21 %% or 30 %% more steps for some scores"
+        "--budget", help="extended: 21 %% or 30 %% more steps for the scores AdamWPrune gave more (normal)"
     )
-    parser.add_argument("--compile", action="store_true", default=None)
-    parser.add_argument("--max-time", type=float, metavar="SECONDS", help="stop after so long")
+    parser.add_argument("--compile", action="store_true", default=None, help="compile the model")
+    add_training_device(parser)
+    add_out(parser, "folder of the run (runs/MODEL-SCORE-SPARSITY-SEED)")
+    parser.add_argument("--max-time", type=float, metavar="SECONDS", help="stop after this time; run again to go on")
     parser.add_argument("--micro-batch", type=positive, help="rows at a time (as many as fit)")
-    parser.add_argument("--checkpoint-every", type=positive, default=500, metavar="STEPS", help="(500)")
-    parser.add_argument("--cpu", action="store_true", help="even if there is a GPU")
+    parser.add_argument(
+        "--checkpoint-every", type=positive, default=500, metavar="STEPS", help="steps between checkpoints (500)"
+    )
     parser.add_argument("--tracker", choices=(*TRACKERS, "none"), help="(tensorboard if it is installed)")
-    parser.add_argument("--dry-run", action="store_true", help="two small steps on made-up data: does it work?")
-    parser.set_defaults(run=run_train)
+    parser.add_argument("--dry-run", action="store_true", help="two small steps on random data, to try it out")
+    add_aliases(parser)
 
 
 def changes_of(options: argparse.Namespace) -> dict[str, Any]:
     """Settings that the options ask for."""
-    told = {
-        "optimizer": options.optimizer, "sparsity": options.target_sparsity, "steps": options.max_iters,
-        "budget": options.budget, "compile": options.compile,
-    }  # fmt: skip
-    found = {key: value for key, value in told.items() if value is not None}
-    method, variant = options.pruning_method, options.variant
-    if variant and method not in (None, "state"):
-        raise SecateurError(f"--variant {variant} goes with --pruning-method state, not with {method}.")
-    if method == "none":
-        found |= {"score": None, "sparsity": 0.0, "pattern": None, "regrow": None}
-    elif variant or method:
-        found["score"] = variant or (STATE_SCORE if method == "state" else method)
-    return found | parse(options.changes)
+    names = ("optimizer", "score", "sparsity", "steps", "seed", "budget", "compile")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return given | score_settings(options) | parse(options.changes)
 
 
-def run_train(options: argparse.Namespace) -> int:
-    """The command `secateur train`."""
+def run(options: argparse.Namespace) -> int:
+    changes = changes_of(options)
+    if options.recipe is None and not changes:
+        raise SecateurError(MISSING)
+    import_torch()
+    from secateur.lab.config import read_experiment
+    from secateur.lab.trainer import dry_run
+
+    experiment = read_experiment(options.recipe, changes)
+    on_cpu = training_on_cpu(options.device)
+    if options.dry_run:
+        print(dry_run(experiment, on_cpu))
+        return 0
+    return _train(experiment, on_cpu, options)
+
+
+def _train(experiment: Experiment, on_cpu: bool, options: argparse.Namespace) -> int:
     from secateur.lab.checkpoint import RunFolder, check_place
     from secateur.lab.run import run
-    from secateur.lab.trainer import EXTRA, Execution, Trainer, dry_run
+    from secateur.lab.trainer import EXTRA, Execution, Trainer
 
-    experiment = read_experiment(options.recipe, changes_of(options))
-    if options.dry_run:
-        print(dry_run(experiment, options.cpu))
-        return 0
     path = options.out or Path("runs") / name_of(experiment)
     check_place(path)
     execution = Execution(
-        options.cpu, options.micro_batch, options.checkpoint_every, options.max_time, _tracker(options.tracker), path
+        on_cpu, options.micro_batch, options.checkpoint_every, options.max_time, _tracker(options.tracker), path
     )
     trainer = Trainer(experiment, execution)  # before a folder is made for it: much can be wrong
     with trainer.accelerator.main_process_first():
@@ -84,14 +105,14 @@ def run_train(options: argparse.Namespace) -> int:
         print(f"secateur: {path} is finished already: see {path / 'summary.json'}", file=sys.stderr)
         return 0
     check_room(path, max(0, trainer.room - folder.bytes))
-    summary = run(trainer, folder, Teller())
+    summary = run(trainer, folder, ProgressLine())
     if trainer.accelerator.is_main_process and not folder.finished:
         print(f"Stopped after {summary['steps']} of {summary['asked_steps']} steps; the same command goes on.")
     elif trainer.accelerator.is_main_process:
         library("matplotlib", "The page of a run", EXTRA)
         page = importlib.import_module("secateur.lab.runpage").render(path, name_of(experiment), summary)
         write(path / "report.html", page)
-        print(told(experiment, summary, path))
+        print(finished_line(experiment, summary, path))
     return 0
 
 
@@ -107,13 +128,13 @@ def _tracker(wanted: str | None) -> str | None:
 
 
 def name_of(experiment: Experiment) -> str:
-    """A name that tells runs of one model apart by what is mostly changed."""
+    """A name that tells runs of one model apart by the settings changed most often."""
     pruned = f"{experiment.score}-{experiment.pattern or f'{experiment.sparsity:g}'}" if experiment.score else "dense"
     return f"{experiment.model}-{pruned}-seed{experiment.seed}".replace("/", "_").replace(" ", "")
 
 
-def told(experiment: Experiment, summary: dict[str, Any], path: Path) -> str:
-    """A finished run in a few lines."""
+def finished_line(experiment: Experiment, summary: dict[str, Any], path: Path) -> str:
+    """A finished run in two lines."""
     budget = ", extended budget" if experiment.budget != "normal" else ""
     return (
         f"{name_of(experiment)}: {summary['quality_name']} {summary['quality']:.4f} (held-out loss"
@@ -122,8 +143,8 @@ def told(experiment: Experiment, summary: dict[str, Any], path: Path) -> str:
     )
 
 
-class Teller:
-    """Tells how far a run is: one line on stderr, every second at most."""
+class ProgressLine:
+    """Shows how far a run is: one line on stderr, at most once a second."""
 
     def __init__(self) -> None:
         self._last = 0.0

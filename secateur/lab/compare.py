@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from secateur.errors import ComparisonError, library
-from secateur.files import check_file, read_json, write
-from secateur.lab import record
-from secateur.lab.runs import FinishedRun, Measure, differing, measure_of, read_runs, texts
+from secateur.errors import ComparisonError
+from secateur.files import read_json
+from secateur.lab.runs import FinishedRun, Measure, differing, measure_of, texts
 from secateur.lab.statistics import CONFIDENCE, UNKNOWN, Estimate, exponential, percent, ratio
 from secateur.lab.tables import Entry, Row, Table, baselines, group, tables
 from secateur.report import text_table
@@ -209,37 +204,3 @@ def kept_choices(paths: Sequence[Path]) -> tuple[list[str] | None, str | None]:
     if not named or not isinstance(baseline, str | None):
         raise ComparisonError(f"{paths[0]} is not as `secateur compare --json` writes it: its axes or baseline.")
     return axes, baseline
-
-
-def add_compare(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    parser.add_argument(
-        "runs", nargs="+", type=Path, help="folders of runs, folders that hold such, or files of --json"
-    )
-    parser.add_argument("--baseline", metavar="NAME", help="row that others are compared with: score=magnitude (first)")
-    parser.add_argument("--by", help="settings that rows may differ in: score,sparsity (whatever differs)")
-    parser.add_argument("--out", type=Path, help="a page with curves, pictures and tables, such as compare.html")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers, those of every seed too")
-    parser.set_defaults(run=run_compare)
-
-
-def run_compare(options: argparse.Namespace) -> int:
-    """Read, compare, print, write."""
-    for path in filter(None, (options.out, options.json)):
-        check_file(path)
-    runs, unfinished = read_runs(options.runs)
-    for folder in unfinished:
-        print(f"secateur: {folder} is not finished (no summary.json) and is left out", file=sys.stderr)
-    by = None if options.by is None else [name.strip() for name in options.by.split(",") if name.strip()]
-    kept_by, kept_baseline = kept_choices(options.runs)
-    found = compare(runs, kept_by if by is None else by, options.baseline or kept_baseline)
-    print(found)
-    if options.json:
-        write(options.json, found.to_json(record.about("compare", options, torch.device("cpu"))))
-    if options.out:
-        library("matplotlib", "The page", "'secateur[lab]'")
-        from secateur.lab import plots
-
-        write(options.out, plots.render(found))
-        print(f"\nPage: {options.out.resolve()}")
-    return 0

@@ -12,29 +12,10 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from secateur.lab.demo import Plan, Run
-from secateur.report import table
+from secateur.report import html_page, html_table
 
 COLOURS = {"dense": "#6b7280", "magnitude": "#d97706", "variance": "#2563eb"}
 STAGES = ("#93c5fd", "#3b82f6", "#1e3a8a")
-
-STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #111827; background: #f9fafb; margin: 0; }
-main { max-width: 1080px; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
-h1 { font-size: 1.7rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 0 0 .25rem; }
-p { margin: .25rem 0 .75rem; color: #4b5563; max-width: 68ch; }
-table { border-collapse: collapse; background: #fff; width: 100%; margin: 1rem 0; }
-th, td { padding: .5rem .75rem; text-align: right; border-bottom: 1px solid #e5e7eb; }
-th { font-weight: 600; color: #374151; } th:first-child, td:first-child { text-align: left; }
-.wide { overflow-x: auto; } .wide th, .wide td { padding: .35rem .4rem; font-size: .8rem; }
-.wide td { white-space: nowrap; }
-section { margin: 1.5rem 0; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: 1rem; }
-figure { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; margin: 0; padding: 1rem; }
-figure.tall { grid-row: span 2; }
-figure svg { width: 100%; height: auto; display: block; }
-footer { color: #6b7280; font-size: .85rem; margin-top: 2rem; }
-"""
 
 
 def figure(draw: Any, *, width: float = 6.0, height: float = 3.4) -> str:
@@ -138,15 +119,9 @@ def block(title: str, text: str, svg: str, *, tall: bool = False) -> str:
     return f"<figure{place}><h2>{html.escape(title)}</h2><p>{html.escape(text)}</p>{svg}</figure>"
 
 
-def document(title: str, heading: str, parts: Sequence[str], figures: Sequence[str], footer: str) -> str:
-    """The whole page as a string: parts below each other, then figures beside each other. All but texts is HTML."""
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body><main>'
-        f'<h1>{html.escape(heading)}</h1>{"".join(parts)}<div class="figures">{"".join(figures)}</div>'
-        f"<footer>{footer}</footer></main></body></html>\n"
-    )
+def document(heading: str, parts: Sequence[str], figures: Sequence[str], footer: str) -> str:
+    """The whole page: parts below each other, then figures beside each other. All but the heading is HTML."""
+    return html_page(heading, f'{"".join(parts)}<div class="figures">{"".join(figures)}</div>', footer)
 
 
 def render(plan: Plan, runs: Sequence[Run], header: Sequence[str], rows: Sequence[Sequence[str]], facts: str) -> str:
@@ -168,9 +143,8 @@ def render(plan: Plan, runs: Sequence[Run], header: Sequence[str], rows: Sequenc
             text = "The cut of that update is the dashed line of the same colour: what is left of it goes."
             figures.append(block(f"Scores and the cut: {run.name}", text, _scores(run)))
     return document(
-        "Secateur demo",
         "The same network, dense and pruned while it trained",
-        [f"<p>{html.escape(facts)}</p>", table(header, rows)],
+        [f"<p>{html.escape(facts)}</p>", html_table(header, rows)],
         figures,
-        "One seed, one small model: a look, not a result. Made by <code>secateur demo</code>.",
+        "One seed, one small model: a look, not a result.",
     )

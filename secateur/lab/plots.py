@@ -12,7 +12,7 @@ from secateur.lab.compare import Comparison, header, notes, rows_of
 from secateur.lab.page import block, document, figure, layer_bars, legend_columns
 from secateur.lab.runs import Evaluation, Measure, number
 from secateur.lab.tables import Row, Table, at_step
-from secateur.report import table
+from secateur.report import html_table
 
 # The first eight are told apart by people who see colours differently too (Okabe and Ito); past the last come dashes.
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b7280", "#111827"]
@@ -44,15 +44,15 @@ def render(found: Comparison) -> str:
     explained = "<br>".join(map(html.escape, found.explained))
     tables = [_table(one, measure) for one in found.tables]
     parts = [f"<p>{html.escape(found.alike)}</p>", *tables, f"<p>{explained}</p>"]
-    footer = f"{len(rows)} rows, {seeds} runs. Made by <code>secateur compare</code>."
+    footer = f"{len(rows)} rows, {seeds} runs."
     heading = f"{name} by {', '.join(found.axes)}" if found.axes else name
-    return document("Secateur compare", heading, parts, figures, footer)
+    return document(heading, parts, figures, footer)
 
 
 def _table(found: Table, measure: Measure) -> str:
-    body = table(header(measure), rows_of(found, measure)) if found.entries else ""
+    body = html_table(header(measure), rows_of(found, measure)) if found.entries else ""
     under = "".join(f"<p>{html.escape(note)}</p>" for note in notes(found, measure))
-    return f'<section><h2>{html.escape(found.title)}</h2><div class="wide">{body}</div>{under}</section>'
+    return f"<section><h2>{html.escape(found.title)}</h2>{body}{under}</section>"
 
 
 def _styles(rows: Sequence[Any]) -> Iterator[tuple[Any, str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
@@ -13,31 +12,13 @@ from typing import Any
 
 from secateur.errors import DataError, library
 from secateur.files import appearing, check_folder, check_room, claimed, existing_folder, write
-from secateur.integrations.text import BETWEEN, PIECE, SOURCES, VOCABULARY, read_documents, token_pieces
+from secateur.integrations.text import BETWEEN, PIECE, VOCABULARY, read_documents, token_pieces
 from secateur.integrations.transformers import check_free
 
 CODES = {"uint16": "H", "uint32": "I"}  # as Python's arrays call them
 LETTERS = 4  # of a token, about, where tokens are not bytes
 GPT2 = "gpt2:"
 GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # as OpenAI and as Hugging Face name them
-
-
-def add_data(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    parser.add_argument("text", help=SOURCES)
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the tokens go")
-    parser.add_argument("--tokenizer", default="byte", help="byte, a tokenizer.json, or gpt2:FOLDER (byte)")
-    parser.add_argument("--held-out", type=float, default=0.1, metavar="SHARE", help="share of the text held out (0.1)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it is there")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> int:
-    """The command."""
-    meta = prepare(options.text, options.out, options.tokenizer, options.held_out, overwrite=options.overwrite)
-    counts = f"{meta['tokens']['train']:,} training and {meta['tokens']['val']:,} held-out tokens"
-    print(f"{options.out}: {counts} of {meta['vocabulary']:,} kinds, {meta['dtype']}. Train on tokens:{options.out}")
-    return 0
 
 
 def prepare(

@@ -11,7 +11,7 @@ from typing import Any
 from secateur.lab.monitor import picture_of_a_gradient
 from secateur.lab.page import block, document, figure, layer_bars
 from secateur.lab.runs import METRICS
-from secateur.report import table
+from secateur.report import html_table
 
 BLUE, ORANGE, GREY, GREEN = "#0072b2", "#d55e00", "#9ca3af", "#009e73"
 GPU = {"busy": ("busy, %", 1.0), "memory_bytes": ("memory, GB", 1e9), "watts": ("power, W", 1.0)}
@@ -44,7 +44,7 @@ def render(folder: Path, title: str, summary: Mapping[str, Any]) -> str:
     rows += [("sparsity (prunable)", f"{summary['sparsity']:.4%}"), ("seconds", f"{summary['seconds']:.1f}")]
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
     footer = html.escape(f"{summary['hardware']}; {versions}; commit {summary['commit']}")
-    return document(title, title, [table(("", ""), rows)], figures, footer)
+    return document(title, [html_table(("", ""), rows)], figures, footer)
 
 
 def _loss(lines: Sequence[Mapping[str, Any]]) -> str:

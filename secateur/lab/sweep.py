@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +10,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from secateur.bench.measuring import positive
 from secateur.errors import SecateurError, library, nearest
 from secateur.files import check_folder, check_room
 from secateur.lab.config import Experiment
 from secateur.lab.runs import CONFIG, METRICS, SUMMARY, check_fair, shown
 from secateur.settings import from_mapping, read_toml
 
-ENGINES = ("local", "ray")
 TABLES = ("base", "axes")
 DENSE = "dense"
 NONE = "none"  # what TOML has no word for
@@ -33,29 +30,6 @@ class Cell:
 
     name: str
     experiment: Experiment
-
-
-def add_sweep(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("grid", type=Path, help="a .toml file with tables [base] (settings) and [axes] (lists)")
-    parser.add_argument("--out", type=Path, help="folder of the runs (sweeps/NAME)")
-    parser.add_argument("--engine", choices=ENGINES, default="local", help="(local: one after another)")
-    parser.add_argument("--cpus", type=float, default=1, help="of a cell, on Ray (1)")
-    parser.add_argument("--gpus", type=float, default=0, help="of a cell, on Ray (0)")
-    parser.add_argument(
-        "--part", type=part, metavar="K/N", help="only the K-th of N shares of the runs, as for N machines"
-    )
-    parser.add_argument("--checkpoint-every", type=positive, default=500, metavar="STEPS", help="(500)")
-    parser.add_argument("--numbers-only", action="store_true", help="keep no weights of finished runs, which take room")
-    parser.add_argument("--cpu", action="store_true", help="even if there is a GPU")
-    parser.set_defaults(run=run_sweep)
-
-
-def part(text: str) -> tuple[int, int]:
-    """ "2/3" as numbers, for `--part`."""
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"a share such as 2/3, the second of three, not {text!r}")
-    return int(number), int(count)
 
 
 def cells_of(path: Path) -> tuple[list[str], list[Cell]]:
@@ -128,7 +102,7 @@ def run_cell(
     return found
 
 
-def one_after_another(cells: list[Cell], work: Callable[[Cell], dict[str, Any]]) -> None:
+def one_after_another(cells: Sequence[Cell], work: Callable[[Cell], dict[str, Any]]) -> None:
     """Run the cells here, telling how each went."""
     for number, cell in enumerate(cells, 1):
         summary = work(cell)
@@ -144,29 +118,30 @@ def _check_ours(out: Path) -> None:
         raise SecateurError(f"{out} is there already and holds no runs. Name another folder with --out.")
 
 
-def run_sweep(options: argparse.Namespace) -> int:
-    """The command `secateur sweep`."""
-    axes, cells = cells_of(options.grid)
-    mine, shares = options.part or (1, 1)
-    cells = cells[mine - 1 :: shares]
-    out = options.out or Path("sweeps") / options.grid.stem
+def run_cells(
+    cells: Sequence[Cell],
+    out: Path,
+    *,
+    cpu: bool,
+    checkpoint_every: int,
+    numbers_only: bool,
+    resources: tuple[float, float] | None = None,
+) -> None:
+    """Run the cells in folders below `out`: here one after another, or on Ray with these CPUs and GPUs for each."""
     check_folder(out, replaced=False)
     _check_ours(out)
-    print(f"secateur: {len(cells)} runs over {', '.join(axes)}, in {out}", file=sys.stderr)
+    print(f"secateur: {len(cells)} runs, in {out}", file=sys.stderr)
 
     def arguments(cell: Cell) -> tuple[dict[str, Any], str, bool, int, bool]:
-        how = options.cpu, options.checkpoint_every, options.numbers_only
-        return asdict(cell.experiment), str(out / cell.name), *how
+        return asdict(cell.experiment), str(out / cell.name), cpu, checkpoint_every, numbers_only
 
-    if options.engine == "ray":
-        on_ray([(cell.name, arguments(cell)) for cell in cells], options.cpus, options.gpus)
+    if resources is not None:
+        on_ray([(cell.name, arguments(cell)) for cell in cells], *resources)
     else:
         from secateur.lab.data import load
 
         read = lru_cache(maxsize=1)(load)  # cells mostly share their data
         one_after_another(cells, lambda cell: run_cell(*arguments(cell), read))
-    print(f"secateur compare {out} --by {','.join(axes)}" if axes else f"secateur compare {out}")
-    return 0
 
 
 # A cell's folder must be on storage that all nodes share, as is usual on clusters: what a node wrote is continued by

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def test_a_model_goes_in_and_a_folder_comes_out(
     assert record["found"][0][0].startswith("perplexity before")
     assert (out / "report.md").read_text().startswith("# ")
     page = (out / "report.html").read_text()
-    assert page.count("<rect") == 2 * len(record["tensors"])
+    assert page.count(' title="') == len(record["tensors"])  # a cell of the heat map for each
     model, tokenizer = hf.load(out)
     masks = hf.load_masks(out)
     zeros = sum(int((model.get_parameter(name) == 0).sum()) for name in masks)
@@ -277,7 +278,7 @@ def test_too_little_room_is_said_before_the_work(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 1_000_000))
-    monkeypatch.setattr("secateur.cli.jobs._texts", never_loaded)
+    monkeypatch.setattr("secateur.cli.oneshot._texts", never_loaded)
     said = refused(capsys, run(folder, "prune", "--out", "new/out"))
     assert "out needs about 17 MB, and the disk has 1 MB left." in said
     assert not (folder / "new").exists()
@@ -307,7 +308,7 @@ def test_a_full_disk_costs_a_folder_and_not_the_model(
     temporary = folder / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setattr("secateur.cli.jobs.check_room", lambda *_: None)  # which would refuse so small a disk before
+    monkeypatch.setattr("secateur.cli.oneshot.check_room", lambda *_: None)  # which would refuse so small a disk before
     with small_disk(folder / "disk", 16 << 10) as disk:
         assert run(folder, "prune", "--recipe", "wanda", "--out", str(disk / "out")) == 2
         shown = capsys.readouterr()
@@ -362,3 +363,30 @@ def test_a_model_is_not_overwritten_by_itself(folder: Path, capsys: pytest.Captu
     assert run(folder, "prune", "--overwrite", "--out", str(folder)) == 2
     assert "holds something other than a model" in capsys.readouterr().err
     assert (folder / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_a_job_ends_with_a_verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "prune", "--recipe", "wanda", "--sparsity", "0.25", "--out", "out") == 0
+    shown = capsys.readouterr()
+    record = json.loads((folder / "out" / "report.json").read_text())
+    (_, before), (_, after) = record["found"][:2]
+    last = shown.out.splitlines()[-1]
+    change = 100 * (after / before - 1)
+    assert last == f"Perplexity: dense {before:.3g} -> {after:.3g} at 25 %: {change:+.1f} %"
+    assert last in (folder / "out" / "report.md").read_text()
+    assert "collapsed" not in shown.err
+
+
+@pytest.mark.parametrize("verb", ["prune", "probe"])
+def test_a_collapse_is_not_passed_over(
+    verb: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = iter((75.8, 921.0))
+    monkeypatch.setattr(hf, "perplexity", lambda *_, **__: next(figures))
+    assert run(folder, verb, "--out", "out") == 0
+    shown = capsys.readouterr()
+    assert re.fullmatch(r"Perplexity: dense 75.8 -> 921 at [\d.]+ %: \+1,115 %", shown.out.splitlines()[-1])
+    said = "Quality collapsed: worse than guessing uniformly among 97 tokens."
+    assert f"secateur: warning: {said}" in shown.err
+    for report in ("report.md", "report.json", "report.html"):
+        assert said in (folder / "out" / report).read_text(), report

@@ -1,0 +1,119 @@
+"""Show the zeros of a model: sparsity by layer, patterns (n:m, blocks, whole rows), agreement with masks, and bytes.
+
+Folders of safetensors files are read tensor by tensor, without building the model: those that `secateur prune` saves,
+runs of `secateur train`, and any Hugging Face folder. Packed means a bit mask and the values that are not zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from secateur.cli.options import MODELS, add_out, import_torch
+from secateur.errors import ModelError, library
+from secateur.files import check_file, write
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from secateur.model.inspect import Inspected
+
+SUMMARY = "sparsity by layer, patterns, masks and bytes of a saved model"
+EXAMPLE = "secateur inspect pruned-smollm2 --out zeros.html"
+MASKS = "masks.safetensors"
+HEADER = ("tensor", "shape", "zeros", "sparsity", "patterns", "dense", "packed")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help=MODELS)
+    add_out(parser, "also write a page with a heat map of layers by kinds, such as zeros.html")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.out:
+        check_file(options.out)
+    import_torch()
+    from secateur.integrations.transformers import load_masks
+    from secateur.model.inspect import inspect_tensors
+    from secateur.report import collapse, text_table
+
+    folder = Path(options.model).expanduser()
+    masks = load_masks(folder) if (folder / MASKS).is_file() else None
+    found, left_out = inspect_tensors(_tensors(options.model), masks)
+    if not found:
+        raise ModelError(f"{options.model} has no weights of two or more dimensions: there is nothing to inspect.")
+    print(text_table(HEADER, collapse([_row(one) for one in found])), end="\n\n")
+    lines = summary(found, left_out, masks is not None)
+    print("\n".join(lines))
+    if options.out:
+        write(options.out, page(options.model, found, lines))
+        print(f"\nPage: {options.out.resolve()}")
+    return 0
+
+
+def _tensors(model: str) -> Iterator[tuple[str, Tensor]]:
+    """Named weights, from the files of a folder one at a time, or from a model that Hugging Face loads."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        from secateur.integrations.transformers import load
+
+        yield from load(model)[0].named_parameters()
+        return
+    files = [path for path in sorted(folder.glob("*.safetensors")) if path.name != MASKS]
+    if not files:
+        raise ModelError(f"{folder} holds no .safetensors files. Name a folder that a model was saved in.")
+    safetensors = library("safetensors", "Reading a model's files", '"secateur[hf]"')
+    for path in files:
+        try:
+            with safetensors.safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (it is no dict)
+                    yield name, opened.get_tensor(name)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ModelError(f"{path} cannot be read: {error}. Save the model again.") from error
+
+
+def _row(one: Inspected) -> tuple[str, ...]:
+    return (
+        one.name, "x".join(map(str, one.shape)), f"{one.zeros:,}", f"{one.sparsity:.2%}",
+        ", ".join(one.patterns) or "-", _megabytes(one.dense_bytes), _megabytes(one.packed_bytes),
+    )  # fmt: skip
+
+
+def _megabytes(number: int) -> str:
+    return f"{number / 1e6:,.2f} MB"
+
+
+def summary(found: list[Inspected], left_out: int, masked: bool) -> list[str]:
+    """Totals, and how zeros and masks agree, in sentences."""
+    weights, zeros = sum(one.numel for one in found), sum(one.zeros for one in found)
+    dense, packed = sum(one.dense_bytes for one in found), sum(min(one.dense_bytes, one.packed_bytes) for one in found)
+    lines = [
+        f"{zeros:,} of {weights:,} weights in {len(found)} tensors are zero: {zeros / weights:.4%}."
+        + (f" {left_out:,} weights in vectors and other tensors were not counted." if left_out else ""),
+        f"Dense {_megabytes(dense)}; packed {_megabytes(packed)}, tensors that packing would enlarge left dense.",
+    ]
+    if not masked:
+        return [*lines, f"No {MASKS} in the folder: zeros were not compared with masks."]
+    with_mask = [one for one in found if one.returned is not None]
+    returned, unmasked = sum(one.returned or 0 for one in with_mask), sum(one.unmasked or 0 for one in with_mask)
+    if returned:
+        names = ", ".join(one.name for one in with_mask if one.returned)
+        lines.append(f"WARNING: {returned:,} weights that the masks remove are not zero, in {names}.")
+    else:
+        lines.append(f"Every weight that the {len(with_mask)} masks remove is zero.")
+    return [*lines, f"{unmasked:,} weights are zero although their masks keep them."] if unmasked else lines
+
+
+def page(model: str, found: list[Inspected], lines: list[str]) -> str:
+    """The page of --out."""
+    from secateur.report import heat_map, html_page, html_table
+
+    share = sum(one.zeros for one in found) / sum(one.numel for one in found)
+    said = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+    heat = heat_map([(one.name, one.sparsity) for one in found])
+    table = html_table(HEADER, [_row(one) for one in found])
+    body = f"{said}<h2>Sparsity by layer</h2>{heat}<h2>Every tensor</h2>{table}"
+    return html_page(f"{model}: {share:.1%} of the weights are zero", body)

@@ -1,0 +1,247 @@
+"""What `secateur prune` and `secateur probe` share: load, calibrate, prune, evaluate on other text, report, save."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from secateur.cli.options import MODELS, TEXTS, add_device, add_out, add_sparsity, import_torch, pick_device, positive
+from secateur.errors import SaveError, SecateurError, TextError
+from secateur.files import check_folder, check_room, claimed
+from secateur.schedules import check_sparsity
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from secateur.report import Outcome
+
+# Default context, calibration windows, evaluation windows and batch: what takes minutes on such a device.
+CPU, GPU = (256, 16, 16, 1), (1024, 128, 256, 8)
+HARNESS = "lm-eval:"
+COLLAPSED = 2.0  # how many times the dense perplexity is called a collapse
+
+
+def add_shared(parser: argparse.ArgumentParser) -> None:
+    """What both commands take."""
+    parser.add_argument("model", help=MODELS)
+    add_sparsity(parser, "0.5")
+    parser.add_argument("--data", default="builtin", help=f"text to calibrate on: {TEXTS} (builtin)")
+    parser.add_argument("--eval-data", help="text to evaluate on (what follows the calibration text in --data)")
+    parser.add_argument("--context", type=positive, help="tokens in a window")
+    parser.add_argument("--calibration", type=positive, metavar="N", help="windows to calibrate on")
+    parser.add_argument("--evaluation", type=positive, metavar="N", help="windows to evaluate on")
+    parser.add_argument("--batch", type=positive, help="windows at a time (8 on a GPU, 1 on a CPU)")
+    parser.add_argument("--memory", help="limit of GPU memory, such as 24GB (all that is free)")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="GLOB", help="parameters or modules to leave dense")
+    parser.add_argument("--only", nargs="+", metavar="GLOB", help="prune only these")
+    add_device(parser)
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="for models larger than the GPU: keep the model in host memory and move one block at a time to the GPU",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (as stored)")
+    parser.add_argument("--eval", metavar="lm-eval:TASKS", help="also run tasks of lm-eval, before and after")
+    add_out(parser, "folder for the pruned model, its masks and report (pruned-MODEL)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
+
+
+def device_for(options: argparse.Namespace) -> str:
+    """The device by name. With --stream it has an index, which tells it from the device the model stays on."""
+    device = pick_device(options.device)
+    return f"{device.type}:{device.index or 0}" if options.stream else str(device)
+
+
+def run_job(options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcome]) -> int:
+    """Check and claim the folder, then do the work: nothing long is done for a folder that cannot be written."""
+    import_torch()
+    from secateur.integrations.transformers import check_free
+
+    folder = options.out or Path(f"pruned-{Path(options.model).name}")
+    with claimed(folder):
+        check_free(folder, options.overwrite)
+        if folder.exists() and folder.resolve() == Path(options.model).resolve():
+            raise SecateurError(f"--out {folder} would replace the model that is pruned. Name another folder.")
+        check_folder(folder)
+        if options.sparsity is not None:
+            check_sparsity(options.sparsity)
+        if options.eval and not options.eval.startswith(HARNESS):
+            raise SecateurError(f"--eval {options.eval} is not known. Write {HARNESS}TASK or {HARNESS}TASK,TASK.")
+        return _run_in(folder, options, work)
+
+
+def _run_in(folder: Path, options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcome]) -> int:
+    import torch
+
+    from secateur.integrations import transformers
+    from secateur.oneshot.batches import check_ids
+    from secateur.progress import Stages
+    from secateur.report import render
+
+    device = device_for(options)
+    stages = Stages(torch.device(device), show=True)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    with stages.stage("load"):
+        model, tokenizer = transformers.load(options.model, dtype=dtype, device=None if options.stream else device)
+    task = transformers.task_for(model, tokenizer)
+    check_room(folder, transformers.saved_bytes(model))
+    calibration, evaluation = _texts(options, tokenizer, torch.device(device).type)
+    transformers.check_context(model, calibration.shape[1])
+    check_ids(model, [calibration])
+    moved = _crossing(model, task.batches(calibration[:1], 1)[0], device) if options.stream else nullcontext
+    judge = Judge(model, tokenizer, task, evaluation, options, stages, moved)
+    before = judge("before")
+    outcome = work(model, task.batches(calibration, options.batch))
+    after = judge("after")
+    found = Verdict(task.measure, before[0][1], after[0][1], outcome.sparsity, _vocabulary(model))
+    notes = (*found.warnings, *outcome.notes)
+    stages_done = (*stages.done, *outcome.stages)
+    outcome = replace(outcome, found=(*before, *after, *outcome.found), stages=stages_done, notes=notes)
+    title = f"{options.model} pruned to {outcome.sparsity:.1%}"
+    texts = {"report.md": f"# {title}\n\n{found}\n\n{outcome.to_markdown()}\n", "report.json": outcome.to_json() + "\n"}
+    texts |= {"report.html": render(title, outcome)}
+    print(outcome)  # before it is saved: should that fail, the figures are not lost
+    _save(model, tokenizer, folder, outcome, texts, options.overwrite)
+    print(f"\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html")
+    for warning in found.warnings:
+        print(f"secateur: warning: {warning}", file=sys.stderr)
+    print(found)
+    return 0
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Evaluates the model on the held-out windows, and on lm-eval's tasks if asked."""
+
+    model: Any
+    tokenizer: Any
+    task: Any
+    evaluation: Tensor
+    options: argparse.Namespace
+    stages: Any
+    moved: Callable[[], AbstractContextManager[None]]  # brings a streamed model to the device
+
+    def __call__(self, when: str) -> list[tuple[str, float]]:
+        """Named figures, the perplexity or loss first."""
+        from secateur.integrations import transformers
+
+        task, windows, batch = self.task, self.evaluation, self.options.batch
+        with (
+            self.moved(),
+            transformers.reading(self.model),
+            self.stages.stage(f"{task.measure} {when}", len(windows)) as tick,
+        ):
+            figure = task.judge(self.model, windows, batch=batch, progress=lambda *_: tick())
+        found = [(f"{task.measure} {when}, context {windows.shape[1]}, held-out text{task.how}", figure)]
+        if self.options.eval:
+            with self.moved():
+                tasks = self.options.eval.removeprefix(HARNESS).split(",")
+                answers = transformers.lm_eval(self.model, self.tokenizer, tasks)
+            found += [(f"{name} {when}", value) for name, value in answers.items()]
+        return found
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What pruning cost, in one line: "Perplexity: dense 27.2 -> 34.7 at 50 %: +27 %"."""
+
+    measure: str  # "perplexity" or "loss"
+    before: float
+    after: float
+    sparsity: float
+    vocabulary: int | None  # number of tokens; None where unknown
+
+    def __str__(self) -> str:
+        arrow = f"dense {_short(self.before)} -> {_short(self.after)} at {100 * self.sparsity:.3g} %"
+        change = 100 * (self.after / self.before - 1) if self.before else math.nan
+        digits = ".1f" if abs(change) < 9.95 else ",.0f"
+        more = f": {change:+{digits}} %" if math.isfinite(change) else ""
+        return f"{self.measure.capitalize()}: {arrow}{more}"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A sentence if quality collapsed: perplexity more than doubled, or worse than guessing."""
+        grown, limit = self._perplexity(self.after) / self._perplexity(self.before), self.vocabulary or math.inf
+        advice = "Prune less (--sparsity), or try the recipe recommended and more calibration text."
+        if not math.isfinite(self.after):
+            return (f"Quality collapsed: the {self.measure} is {self.after}. {advice}",)
+        if self._perplexity(self.after) > limit >= self._perplexity(self.before):
+            return (f"Quality collapsed: worse than guessing uniformly among {limit:,} tokens. {advice}",)
+        if grown > COLLAPSED:
+            return (f"Quality collapsed: the perplexity is {_short(grown)} times that of the dense model. {advice}",)
+        return ()
+
+    def _perplexity(self, figure: float) -> float:
+        return figure if self.measure == "perplexity" else math.exp(min(figure, 700.0))
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
+
+
+def _vocabulary(model: Any) -> int | None:
+    found = getattr(getattr(model, "config", None), "vocab_size", None)
+    return found if isinstance(found, int) else None
+
+
+def _save(
+    model: Any, tokenizer: Any, folder: Path, outcome: Outcome, texts: Mapping[str, str], overwrite: bool
+) -> None:
+    """Save the model; if the folder cannot be written after all, save it among temporary files and say so."""
+    from secateur.integrations import transformers
+
+    try:
+        transformers.save(model, tokenizer, folder, outcome.masks, texts, overwrite=overwrite)
+        return
+    except SaveError as error:
+        failed = error
+    other = Path(tempfile.gettempdir()) / f"secateur-{uuid.uuid4().hex[:8]}" / folder.name
+    try:
+        transformers.save(model, tokenizer, other, outcome.masks, texts)
+    except SaveError as error:
+        raise SaveError(f"{failed} Nothing is saved: {error} Free some space, and run it again.") from error
+    raise SaveError(f"{failed} The pruned model is in {other} instead: move it from there.") from failed
+
+
+def _crossing(model: Any, batch: Any, device: str) -> Callable[[], AbstractContextManager[None]]:
+    import torch
+
+    from secateur.model.prunable import find_prunable
+    from secateur.oneshot.batches import standard_loss
+    from secateur.oneshot.offload import ferry_for
+
+    sites, _ = find_prunable(model)
+    return ferry_for(model, batch, standard_loss, sites, torch.device(device)).crossing
+
+
+def _texts(options: argparse.Namespace, tokenizer: Any, kind: str) -> tuple[Tensor, Tensor]:
+    """Calibration windows and evaluation windows, never the same text. Fills in the default batch."""
+    from secateur.integrations import transformers
+
+    context, some, others, batch = CPU if kind == "cpu" else GPU
+    options.batch = options.batch or batch
+    given = options.context, options.calibration, options.evaluation
+    if None in given:
+        print(
+            f"secateur: on {kind} the defaults are windows of {context} tokens, {some} to calibrate on and {others} to"
+            " evaluate on (--context, --calibration, --evaluation)",
+            file=sys.stderr,
+        )
+    context, some, others = (own or usual for own, usual in zip(given, (context, some, others), strict=True))
+    text = transformers.read_text(options.data)
+    if options.eval_data is None:
+        return transformers.split(transformers.windows(tokenizer, text, context, some + others), some, others)
+    if options.eval_data == options.data:
+        raise TextError("--eval-data is the text of --data. Leave it out: what follows the calibration evaluates.")
+    calibration = transformers.windows(tokenizer, text, context, some)
+    evaluation = transformers.windows(tokenizer, transformers.read_text(options.eval_data), context, others)
+    transformers.check_apart(calibration, evaluation)
+    return calibration, evaluation
