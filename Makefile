@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORE := .venv-core
 # The core and what is tested of it where nothing but torch is installed.
-CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,allocation calibration default_dtype inputs masks optim patterns \
-	probing pruner pruning reconstruction regrowth report schedules scores selection sites spam))
+CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,activations allocation calibration default_dtype masks optim patterns \
+	probe prune pruner reconstruction regrowth report schedules scores selection sites spam))
 
 .PHONY: demo test test-core check soak mutants bench-select readme clean
 

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import secateur as sc
 from secateur.model.distributed import SOLO, Ranks
 from secateur.model.prunable import find_prunable
-from secateur.oneshot.gradients import gather_gradients
+from secateur.oneshot.gradients import GradientPass, gather_gradients
+from secateur.oneshot.offload import MemoryPlan
 from tests.contract import Experts, Rows
 
 
@@ -255,7 +256,9 @@ def rounded() -> bool:
     model = network("mlp")
     sites, wanted = find_prunable(model)[0], {"exp_avg_sq", "gradient_max"}
     one, several = (
-        gather_gradients(model, batches("mlp"), sites, wanted, dtype=torch.bfloat16, ranks=ranks)
+        gather_gradients(
+            model, batches("mlp"), sites, wanted, GradientPass(plan=MemoryPlan(torch.bfloat16), ranks=ranks)
+        )
         for ranks in (SOLO, Ranks(dist.group.WORLD))
     )
     return all(torch.equal(one[site.name][name], several[site.name][name]) for site in sites for name in wanted)

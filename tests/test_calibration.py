@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from secateur.errors import FactError
 from secateur.model.prunable import find_prunable
-from secateur.oneshot import batches as calibration
-from secateur.oneshot.batches import draw, quiet, standard_loss
-from secateur.oneshot.gradients import gather_gradients
+from secateur.oneshot import batches as batches_module
+from secateur.oneshot.batches import eval_mode, standard_loss, take_batches
+from secateur.oneshot.gradients import GradientPass, gather_gradients
 
 
 class Noisy(nn.Module):
@@ -70,9 +70,9 @@ def test_the_model_is_as_before(batches: list[tuple[Tensor, Tensor]], fails: boo
 
     if fails:
         with pytest.raises(RuntimeError, match="the user's own"):
-            gather_gradients(model, batches, sites, {"gradient"}, loss=loss)
+            gather_gradients(model, batches, sites, {"gradient"}, GradientPass(loss))
     else:
-        gather_gradients(model, batches, sites, {"gradient"}, loss=loss)
+        gather_gradients(model, batches, sites, {"gradient"}, GradientPass(loss))
     assert [module.training for module in model.modules()] == modes
     assert model.first.weight.grad is kept
     assert model.norm.weight.grad is None
@@ -90,7 +90,7 @@ def test_gradients_are_freed_as_they_come(batches: list[tuple[Tensor, Tensor]]) 
         alive.append(sum(p.grad is not None for p in model.parameters()))
         return standard_loss(model, batch)
 
-    gather_gradients(model, batches, sites, {"gradient"}, loss=loss)
+    gather_gradients(model, batches, sites, {"gradient"}, GradientPass(loss))
     assert alive == [0] * len(batches)
 
 
@@ -106,10 +106,10 @@ def test_a_frozen_beginning_does_no_backward(batches: list[tuple[Tensor, Tensor]
 def test_a_shuffled_loader_is_drawn_once() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(20.0), torch.arange(20))
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
-    drawn = draw(loader, limit=3)
+    drawn = take_batches(loader, limit=3)
     assert len(drawn) == 3
     assert [batch[0].tolist() for batch in drawn] == [batch[0].tolist() for batch in drawn]
-    assert len(draw(torch.zeros(5, 3, dtype=torch.int64))) == 5
+    assert len(take_batches(torch.zeros(5, 3, dtype=torch.int64))) == 5
 
 
 def test_losses_and_what_is_said_when_none_is_known() -> None:
@@ -120,11 +120,11 @@ def test_losses_and_what_is_said_when_none_is_known() -> None:
     with pytest.raises(FactError, match=r"No loss is known for batches of Tensor.*loss=\.\.\."):
         standard_loss(model, inputs)
     with pytest.raises(FactError, match="no batches"):
-        draw([])
+        take_batches([])
     sites, _ = find_prunable(model, only="*")
     with pytest.raises(FactError, match=r"one number that depends on the weights.*\(5, 3\)"):
-        gather_gradients(model, [inputs], sites, {"gradient"}, loss=lambda model, batch: model(batch))
-    with quiet(model):
+        gather_gradients(model, [inputs], sites, {"gradient"}, GradientPass(lambda model, batch: model(batch)))
+    with eval_mode(model):
         assert not any(p.requires_grad for p in model.parameters())
     assert all(p.requires_grad for p in model.parameters())
 
@@ -135,9 +135,9 @@ def test_large_logits_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     targets[0, :7] = -100
     found = []
     for most in (1 << 25, 40):
-        monkeypatch.setattr(calibration, "LOGITS", most)
+        monkeypatch.setattr(batches_module, "LOGITS_AT_ONCE", most)
         mine = logits.clone().requires_grad_()
-        loss = calibration.cross_entropy(mine, targets)
+        loss = batches_module.cross_entropy(mine, targets)
         loss.backward()
         found.append((loss.detach(), mine.grad))
     torch.testing.assert_close(found[1][0], found[0][0])
@@ -151,7 +151,7 @@ def test_a_loss_in_bf16() -> None:
     batch = torch.randn(32, 64), torch.randint(0, 8, (32,))
     sites, _ = find_prunable(model, only="*")
     exact = gather_gradients(model, [batch], sites, {"exp_avg"})["weight"]["exp_avg"]
-    found = gather_gradients(model, [batch], sites, {"exp_avg"}, loss=calibration.in_bf16(standard_loss))
+    found = gather_gradients(model, [batch], sites, {"exp_avg"}, GradientPass(batches_module.in_bf16(standard_loss)))
     rough = found["weight"]["exp_avg"]
     assert rough.dtype == torch.float32
     assert not torch.equal(rough, exact)

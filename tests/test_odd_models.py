@@ -20,7 +20,7 @@ from secateur.model.prunable import find_prunable
 from secateur.oneshot import reconstruct
 from secateur.oneshot.batches import standard_loss
 from secateur.oneshot.blocks import Chain, find_blocks
-from secateur.oneshot.calibration import Subject
+from secateur.oneshot.calibration import CalibratedModel, CalibrationSettings
 from tests import tiny
 from tests.trained import Tower, classifier
 
@@ -59,7 +59,7 @@ def test_a_layer_nobody_uses() -> None:
     assert report.sparsity == 0.5
     assert any("never used were pruned by magnitude" in note for note in report.notes)
     report = sc.prune(Chained(Lazy), pairs(), score="magnitude", reconstruct=True)
-    assert any("never used were not repaired" in note for note in report.notes)
+    assert any("never used were not reconstructed" in note for note in report.notes)
     for order in ("reverse", "forward", "joint"):
         report = sc.probe(Chained(Lazy), pairs(), score="magnitude", order=order, tolerance=1e9)
         assert bool(report.masks["layers.0.idle.weight"].all())
@@ -117,9 +117,9 @@ def test_other_ways_between_blocks_are_noticed() -> None:
             return self.head(state + early)  # around all the others
 
     torch.manual_seed(0)
-    subject = Subject(Net(), pairs())
-    late = [site for site in subject.sites if site.name == "layers.3.weight"]
-    found = [subject.gradients({"gradient_max"}, late)["layers.3.weight"]["gradient_max"] for _ in range(2)]
+    calibrated = CalibratedModel(Net(), pairs())
+    late = [site for site in calibrated.sites if site.name == "layers.3.weight"]
+    found = [calibrated.gradients({"gradient_max"}, late)["layers.3.weight"]["gradient_max"] for _ in range(2)]
     assert torch.equal(*found)
 
 
@@ -228,7 +228,7 @@ def test_batches_are_merged_only_where_that_changes_nothing(build: Any, monkeypa
     batches = batches if words else [(torch.randn(2, 6, 16), torch.randn(2, 6, 16)) for _ in range(4)]
     found = []
     for most in (0, 256 << 20):
-        monkeypatch.setitem(reconstruct.MERGED, "cpu", most)
+        monkeypatch.setattr(reconstruct, "CPU_MERGE_BYTES", most)
         torch.manual_seed(0)
         model = build()
         sc.prune(model, batches, score="magnitude", reconstruct=True)
@@ -409,7 +409,7 @@ def test_token_ids_alone_for_models_that_need_more() -> None:
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
     with pytest.raises(FactError, match="is an encoder-decoder.*mappings"):
         sc.prune(model, IDS)
-    with pytest.raises(FactError, match="not a prediction at every place.*mappings"):
+    with pytest.raises(FactError, match="not a prediction at every position.*mappings"):
         sc.prune(tiny.bert("BertForSequenceClassification"), IDS)
 
 
@@ -424,8 +424,8 @@ def test_recurrent_layers_are_measured_without_dropout() -> None:
             return self.last(self.rnn(x)[0])
 
     model = Recurrent().train()
-    subject = Subject(model, pairs(), only="rnn")
-    found = [subject.gradients({"gradient"})["rnn.weight_hh_l1"]["gradient"] for _ in range(2)]
+    calibrated = CalibratedModel(model, pairs(), CalibrationSettings(only="rnn"))
+    found = [calibrated.gradients({"gradient"})["rnn.weight_hh_l1"]["gradient"] for _ in range(2)]
     assert torch.equal(*found)
     assert model.rnn.dropout == 0.5
     model.eval()

@@ -23,10 +23,9 @@ from secateur.integrations.text import SOURCES
 from secateur.integrations.transformers import check_free, saved_bytes
 from secateur.model.prunable import find_prunable
 from secateur.oneshot.batches import check_ids, standard_loss
-from secateur.oneshot.offload import ferry_for
+from secateur.oneshot.offload import offload_for
 from secateur.oneshot.probe import ORDERS, probe
-from secateur.oneshot.prune import prune
-from secateur.oneshot.recipes import NAMED, RECOMMENDED, read_recipe
+from secateur.oneshot.prune import NAMED, RECOMMENDED, prune, read_recipe
 from secateur.progress import Stages
 from secateur.report import Outcome, render
 from secateur.schedules import check_sparsity
@@ -194,7 +193,7 @@ def _device(options: argparse.Namespace) -> str:
 
 def _crossing(model: Any, batch: Any, device: str) -> Callable[[], AbstractContextManager[None]]:
     sites, _ = find_prunable(model)
-    return ferry_for(model, batch, standard_loss, sites, torch.device(device)).crossing
+    return offload_for(model, batch, standard_loss, sites, torch.device(device)).active
 
 
 def _texts(options: argparse.Namespace, tokenizer: Any, device: str) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from secateur.model.facts import kept_last, least_spared, spared_share
 from secateur.model.prunable import find_prunable
 from secateur.oneshot.batches import in_bf16, standard_loss
 from secateur.oneshot.blocks import find_blocks
-from secateur.oneshot.calibration import Subject
+from secateur.oneshot.calibration import CalibratedModel
 from tests.interrupts import bits, unharmed
 from tests.trained import Tower, classifier, loss_of
 
@@ -243,13 +243,13 @@ def test_frozen_models_are_pruned_and_stay_frozen() -> None:
     [
         (
             {"score": "movement"},
-            "needs movement_sum, which only training can tell. Scores that work here: bi",
+            "needs movement_sum, which exist only in training. Scores that work here: bi",
         ),
         ({"rounds": 0}, "rounds is how many times"),
         ({"reconstruct": "twice"}, "reconstruct is False, True or 'every'"),
         ({"method": "obc"}, "No method 'obc'"),
         ({"method": "sparsegpt", "scope": "row"}, "has its own scope"),
-        ({"method": "sparsegpt", "pattern": "block:2x2"}, "knows n:m patterns"),
+        ({"method": "sparsegpt", "pattern": "block:2x2"}, "supports n:m patterns"),
         ({"sparsity": 1.5}, "Sparsity is the fraction"),
         ({"skip": "*"}, "Nothing to prune"),
     ],
@@ -286,9 +286,9 @@ def test_gradients_that_were_there_survive_a_swift_sweep() -> None:
     model, batches = classifier()
     standard_loss(model, batches[0]).backward()
     before = [p.grad for p in model.parameters()]
-    subject = Subject(model, batches)
-    subject.swift, subject.loss = True, in_bf16(standard_loss)
-    subject.gradients({"exp_avg"})
+    calibrated = CalibratedModel(model, batches)
+    calibrated.autocast, calibrated.loss = True, in_bf16(standard_loss)
+    calibrated.gradients({"exp_avg"})
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), before, strict=True))
     assert all(p.dtype == torch.float32 and p.requires_grad for p in model.parameters())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from secateur.oneshot.calibration import Subject
+from secateur.oneshot.calibration import CalibratedModel
 from tests.trained import Tower
 
 IDS = torch.randint(0, 17, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -13,7 +13,7 @@ IDS = torch.randint(0, 17, (4, 9), generator=torch.Generator().manual_seed(0))
 def test_early_blocks_run_once_and_gradients_are_the_same() -> None:
     torch.manual_seed(0)
     model = Tower()
-    subject = Subject(model, IDS)
+    calibrated = CalibratedModel(model, IDS)
     calls = [0, 0, 0]
     for number, block in enumerate(model.blocks):
 
@@ -21,25 +21,25 @@ def test_early_blocks_run_once_and_gradients_are_the_same() -> None:
             calls[number] += 1
 
         block.up.register_forward_hook(count)
-    assert subject.blocks == list(model.blocks)
-    whole = subject.gradients({"gradient_max"})
+    assert calibrated.blocks == list(model.blocks)
+    whole = calibrated.gradients({"gradient_max"})
     calls[:] = [0, 0, 0]
-    late = [site for site in subject.sites if site.name.startswith("blocks.2")]
-    middle = [site for site in subject.sites if site.name.startswith("blocks.1")]
+    late = [site for site in calibrated.sites if site.name.startswith("blocks.2")]
+    middle = [site for site in calibrated.sites if site.name.startswith("blocks.1")]
     for again in range(2):
-        found = subject.gradients({"gradient_max"}, late)
+        found = calibrated.gradients({"gradient_max"}, late)
         assert all(torch.equal(found[s.name]["gradient_max"], whole[s.name]["gradient_max"]) for s in late)
         assert calls == [4 + again, 4 + again, 4 + 6 * again]  # and once, whether leaving blocks out makes a difference
-    found = subject.gradients({"gradient_max"}, middle)  # what enters it was seen on the way to the last
+    found = calibrated.gradients({"gradient_max"}, middle)  # what enters it was seen on the way to the last
     assert all(torch.equal(found[s.name]["gradient_max"], whole[s.name]["gradient_max"]) for s in middle)
     assert calls == [6, 11, 16]
     with torch.no_grad():
         middle[0].parameter.mul_(2)
-    subject.entries.changed(middle)
-    before = subject.gradients({"gradient_max"})
+    calibrated.hidden_states.invalidate(middle)
+    before = calibrated.gradients({"gradient_max"})
     calls[:] = [0, 0, 0]
-    found = subject.gradients({"gradient_max"}, late)
+    found = calibrated.gradients({"gradient_max"}, late)
     assert calls == [4, 4, 4]
     assert all(torch.equal(found[s.name]["gradient_max"], before[s.name]["gradient_max"]) for s in late)
-    subject.gradients({"gradient_max"}, middle)
+    calibrated.gradients({"gradient_max"}, middle)
     assert calls == [4, 8, 8]
