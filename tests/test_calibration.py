@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import FactError
+import secateur as sc
+from secateur.errors import FactError, ModelError
 from secateur.model.prunable import find_prunable
 from secateur.oneshot import batches as batches_module
-from secateur.oneshot.batches import eval_mode, standard_loss, take_batches
+from secateur.oneshot.batches import check_ids, eval_mode, standard_loss, take_batches, usable_device
 from secateur.oneshot.gradients import GradientPass, gather_gradients
 
 
@@ -156,3 +159,56 @@ def test_a_loss_in_bf16() -> None:
     assert rough.dtype == torch.float32
     assert not torch.equal(rough, exact)
     torch.testing.assert_close(rough, exact, rtol=0.1, atol=1e-3)
+
+
+class Reads(nn.Module):
+    """A model whose `get_input_embeddings` raises."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error, self.layer = error, nn.Linear(3, 3)
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise self.error
+
+
+def test_only_a_missing_embedding_is_ignored() -> None:
+    ids = [torch.zeros(1, 3, dtype=torch.int64)]
+    check_ids(Reads(NotImplementedError("no embedding")), ids)
+    for error in (ZeroDivisionError("a bug"), torch.OutOfMemoryError("CUDA out of memory")):
+        with pytest.raises(type(error), match=str(error)):
+            check_ids(Reads(error), ids)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), "meta"])
+def test_devices_by_any_torch_name(device: Any) -> None:
+    assert usable_device(device) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("gpu", "There is no device 'gpu'. Use a name that torch knows, such as cpu, cuda, cuda:1, mps or xpu"),
+        ("cuda:x", "There is no device 'cuda:x'"),
+        ("vulkan", "Device 'vulkan' cannot be used here: "),
+    ],
+)
+def test_devices_that_cannot_be_used(device: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        usable_device(device)
+    with pytest.raises(ModelError, match=message):
+        sc.prune(nn.Sequential(nn.Linear(4, 4)), [(torch.randn(2, 4), torch.randn(2, 4))], device=device, only="*")
+
+
+@pytest.mark.parametrize("other", ["mps", "xpu", "cuda"])
+def test_an_accelerator_that_is_not_here_is_a_typed_error(other: str) -> None:
+    if torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device(other):
+        pytest.skip(f"{other} is here")
+    with pytest.raises(ModelError, match=f"Device '{other}' cannot be used here: "):
+        usable_device(other)
+
+
+def test_a_memory_limit_that_has_no_effect_is_noted() -> None:
+    batches = [(torch.randn(2, 4), torch.randn(2, 4))]
+    report = sc.prune(nn.Sequential(nn.Linear(4, 4)), batches, memory="1GB", only="*")
+    assert any("memory= limits CUDA devices; it has no effect on cpu" in note for note in report.notes)

@@ -55,7 +55,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     model, folder = tiny.llama(), tmp_path / "model"
     folder.mkdir()
     transformers.save(model, None, folder, {}, {"old.md": "old"})  # empty folders are free
-    with pytest.raises(ModelError, match="model is not empty. Name another folder, or say overwrite=True."):
+    with pytest.raises(ModelError, match="model is not empty. Name another folder, or pass overwrite=True."):
         transformers.save(model, None, folder, {}, {})
     transformers.save(model, None, folder, {}, {"new.md": "new"}, overwrite=True)
     assert not (folder / "old.md").exists()
@@ -91,7 +91,7 @@ def test_what_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_masks_of_another_model_are_refused(tmp_path: Path) -> None:
     model = tiny.llama()
-    with pytest.raises(StateError, match="There is a mask for 'x', which is no parameter of LlamaForCausalLM."):
+    with pytest.raises(StateError, match="There is a mask for 'x', which is not a parameter of LlamaForCausalLM."):
         transformers.save(model, None, tmp_path / "a", {"x": torch.ones(1, 1, dtype=torch.bool)}, {})
     for mask, found in ((torch.ones(97, 16), "torch.float32 .97, 16."), (torch.ones(16, 97).bool(), "bool .16, 97.")):
         with pytest.raises(StateError, match=f"'lm_head.weight' is .*{found}; it must be torch.bool .97, 16."):
@@ -116,7 +116,7 @@ def test_masks_that_cannot_be_read(tmp_path: Path) -> None:
             transformers.load_masks(tmp_path)
     for shapes in ([1], None, {"a": "4, 16"}, {"a": [4, "16"]}, {"a": [-4, -16]}, {"a": []}, {"a": [[4], 16]}):
         files.save_file(packed, path, metadata={"shapes": json.dumps(shapes)})
-        with pytest.raises(StateError, match="its shapes are no lists of sizes"):
+        with pytest.raises(StateError, match="its shapes are not lists of sizes"):
             transformers.load_masks(tmp_path)
     files.save_file({"a": torch.zeros(4, 2)}, path, metadata={"shapes": '{"a": [4, 16]}'})
     with pytest.raises(StateError, match="does not fit the shapes it names"):

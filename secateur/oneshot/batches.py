@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from secateur.errors import FactError, ModelError, nearest
+from secateur.errors import FactError, ModelError
 from secateur.selection.exact import sent
 
 Batch = Any
@@ -27,7 +27,6 @@ AS_MAPPINGS = "Give batches as mappings, {'input_ids': ..., 'labels': ...}, or p
 # Set in transformers' configs during calibration. A key-value cache takes memory and makes a second run of a block see
 # the first one; experts that run one by one show their inputs.
 CALIBRATION_CONFIG = {"use_cache": False, "_experts_implementation": "eager"}
-DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")  # for the hint in the error; any device type that torch knows will do
 
 
 def take_batches(batches: Iterable[Batch] | Tensor, limit: int | None = None) -> list[Batch]:
@@ -205,10 +204,8 @@ def usable_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        hint = nearest(str(device), DEVICE_TYPES)
         raise ModelError(
-            f"There is no device {str(device)!r}.{hint} Use a name that torch knows, such as"
-            f" {', '.join(DEVICE_TYPES)} or cuda:1."
+            f"There is no device {str(device)!r}. Use a name that torch knows, such as cpu, cuda, cuda:1, mps or xpu."
         ) from error
     try:
         torch.empty(0, device=found)
