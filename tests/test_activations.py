@@ -1,4 +1,4 @@
-"""What weights are multiplied with, whoever multiplies."""
+"""Input statistics of weights: linear layers, convolutions, experts, attention and hand-written matmuls."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_attention_is_seen() -> None:
     assert set(found.squares) == set(sites)
 
 
-def test_a_weight_nobody_multiplies_with() -> None:
+def test_a_weight_without_a_matmul() -> None:
     class Idle(nn.Module):
         def __init__(self) -> None:
             super().__init__()

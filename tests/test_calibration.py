@@ -1,4 +1,4 @@
-"""Gradients over batches: their statistics, and that a model is as before whatever happens."""
+"""Calibration: gradient statistics over batches, default losses, devices, and a model that is restored afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from secateur.oneshot.gradients import GradientPass, gather_gradients
 
 
 class Noisy(nn.Module):
-    """Everything that behaves otherwise in training: dropout as module and function, normalisation with averages."""
+    """Everything that behaves differently in training: dropout as module and function, batch normalization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_a_frozen_beginning_does_no_backward(batches: list[tuple[Tensor, Tensor]
     assert not any(asked)
 
 
-def test_a_shuffled_loader_is_drawn_once() -> None:
+def test_a_shuffled_loader_is_read_once() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(20.0), torch.arange(20))
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
     drawn = take_batches(loader, limit=3)
@@ -115,7 +115,7 @@ def test_a_shuffled_loader_is_drawn_once() -> None:
     assert len(take_batches(torch.zeros(5, 3, dtype=torch.int64))) == 5
 
 
-def test_losses_and_what_is_said_when_none_is_known() -> None:
+def test_default_losses_and_errors_without_one() -> None:
     model = nn.Linear(4, 3)
     inputs = torch.randn(5, 4)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_losses_and_what_is_said_when_none_is_known() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_large_logits_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_logits_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     logits, targets = torch.randn(3, 50, 11, dtype=torch.bfloat16), torch.randint(0, 11, (3, 50))
     targets[0, :7] = -100
@@ -148,7 +148,7 @@ def test_large_logits_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_loss_in_bf16() -> None:
-    """Products are rounded, the weights and what they are told stay fp32."""
+    """Matmuls are rounded; weights and gradients stay fp32."""
     torch.manual_seed(0)
     model = nn.Linear(64, 8)
     batch = torch.randn(32, 64), torch.randint(0, 8, (32,))
@@ -190,6 +190,7 @@ def test_devices_by_any_torch_name(device: Any) -> None:
     [
         ("gpu", "There is no device 'gpu'. Use a name that torch knows, such as cpu, cuda, cuda:1, mps or xpu"),
         ("cuda:x", "There is no device 'cuda:x'"),
+        (0.5, "There is no device '0.5'"),
         ("vulkan", "Device 'vulkan' cannot be used here: "),
     ],
 )

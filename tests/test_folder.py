@@ -1,4 +1,4 @@
-"""A pruned model goes into a folder and comes back; nothing is lost on the way."""
+"""Saving a pruned model to a folder and loading it again, also when writing fails or is interrupted."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_a_link_keeps_its_place(tmp_path: Path) -> None:
     assert not (tmp_path / "real" / "old.md").exists()
 
 
-def test_a_run_is_no_model_to_overwrite(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for name in ("config.json", "metrics.jsonl", "summary.json"):
         (tmp_path / "run" / name).write_text("{}")

@@ -1,4 +1,4 @@
-"""Models that do things their own way: each of these was once got wrong."""
+"""Unusual models; each of these was once handled wrongly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pairs(width: int = 16) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(8, width, generator=draw), torch.arange(8) % 4) for _ in range(4)]
 
 
-def test_a_layer_nobody_uses() -> None:
+def test_an_unused_layer() -> None:
     class Lazy(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -82,7 +82,7 @@ def test_activations_in_place_and_autocast() -> None:
         assert sc.prune(make(True), pairs(), loss=loss, **settings).sparsity == 0.5
 
 
-def test_channels_last_is_repaired_and_groups_are_counted() -> None:
+def test_channels_last_is_reconstructed_and_groups_are_counted() -> None:
     torch.manual_seed(0)
     images = [(torch.randn(4, 8, 6, 6), torch.arange(4)) for _ in range(3)]
     weights = []
@@ -123,7 +123,7 @@ def test_other_ways_between_blocks_are_noticed() -> None:
     assert torch.equal(*found)
 
 
-def test_not_a_number_is_never_good_news() -> None:
+def test_nan_never_counts_as_success() -> None:
     model, batches = classifier()
     broken = [(torch.full_like(inputs, math.inf), targets) for inputs, targets in batches]
     before = [p.detach().clone() for p in model.parameters()]
@@ -247,7 +247,7 @@ def test_a_tensor_with_a_number_for_each_row_is_not_merged() -> None:
     assert len(chain.merged(1 << 20).states) == 2
 
 
-def test_a_state_that_somebody_writes_into_between_blocks_makes_no_chain() -> None:
+def test_a_state_written_in_place_between_blocks_makes_no_chain() -> None:
     class Writing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -265,7 +265,7 @@ def test_a_state_that_somebody_writes_into_between_blocks_makes_no_chain() -> No
     assert find_blocks(model, batch, standard_loss, sites) == []
 
 
-def test_a_layer_only_later_batches_use_is_repaired() -> None:
+def test_a_layer_only_later_batches_use_is_reconstructed() -> None:
     class Router(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -434,7 +434,7 @@ def test_recurrent_layers_are_measured_without_dropout() -> None:
 
 
 def test_blocks_that_are_false_or_have_no_length() -> None:
-    """A module may define len(): nobody may ask whether it is true."""
+    """A module may define len(), so its truth value must not be used."""
 
     class Empty(nn.Sequential):
         def __len__(self) -> int:

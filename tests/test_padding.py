@@ -1,4 +1,4 @@
-"""Padded positions are no inputs: statistics, masks and repaired weights are those of the text alone."""
+"""Padded positions do not count: statistics, masks and reconstructed weights are those of the text alone."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_padding_changes_nothing(build: Any, settings: dict[str, Any], mask: boo
 
 
 def test_what_padding_did_before_it_was_left_out() -> None:
-    """The same masks with padding that no mask tells of are other ones: the test above can fail."""
+    """Without an attention mask the result differs, so the test above can fail."""
     torch.manual_seed(0)
     model = llama()
     expected = sc.prune(copy.deepcopy(model), alone(), sparsity=0.6, score="wanda")
@@ -107,7 +107,7 @@ def test_an_encoder_is_told_by_its_mask_alone() -> None:
     assert padding_masks(bert(), {k: v for k, v in batch.items() if k != "attention_mask"}) == []
 
 
-def test_a_prompt_without_labels_is_no_padding() -> None:
+def test_a_prompt_without_labels_is_not_padding() -> None:
     batch = padded(LONGEST, mask=False)
     batch["labels"][:, :3] = -100
     real = torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]

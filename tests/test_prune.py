@@ -1,4 +1,4 @@
-"""`prune`: exact at every setting, right against references, and better with rounds and repair."""
+"""`prune`: exact counts at every setting, equal to references, and better with rounds and reconstruction."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_variance_is_a_sort_of_all_scores() -> None:
         ({"method": "sparsegpt", "pattern": "2:4", "sparsity": None}, 0.5),
     ],
 )
-def test_patterns_allocations_rounds_and_repair_are_exact(settings: dict[str, Any], pruned: float) -> None:
+def test_patterns_allocations_rounds_and_reconstruction_are_exact(settings: dict[str, Any], pruned: float) -> None:
     model, batches = classifier()
     report = sc.prune(model, batches, skip="0", **settings)
     assert report.pruned == round(pruned * report.prunable)
@@ -104,7 +104,7 @@ def test_patterns_allocations_rounds_and_repair_are_exact(settings: dict[str, An
     assert report.sparsity == pytest.approx(report.asked, abs=1e-3)
 
 
-def test_rounds_help_and_repair_helps_more() -> None:
+def test_rounds_help_and_reconstruction_helps_more() -> None:
     losses = {}
     for name, settings in {
         "one": {},
@@ -120,7 +120,7 @@ def test_rounds_help_and_repair_helps_more() -> None:
     assert losses["every"] < min(losses["sparsegpt"], losses["one"])
 
 
-def test_repair_follows_the_blocks_of_a_model() -> None:
+def test_reconstruction_follows_the_blocks_of_a_model() -> None:
     torch.manual_seed(0)
     model = Tower()
     ids = torch.randint(0, 17, (6, 12))
@@ -139,7 +139,7 @@ def test_repair_follows_the_blocks_of_a_model() -> None:
     assert float(repaired) < 0.7 * float((other(ids).detach() - before).square().mean())
 
 
-def test_a_model_without_blocks_is_repaired_all_the_same() -> None:
+def test_a_model_without_blocks_is_reconstructed_too() -> None:
     torch.manual_seed(0)
 
     class Two(nn.Module):

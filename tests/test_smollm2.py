@@ -1,4 +1,4 @@
-"""A Llama in a GGUF file is the Llama it was made from; the real SmolLM2 reads and writes English."""
+"""A Llama read from a GGUF file equals the one it was written from; the real SmolLM2 predicts English."""
 
 from __future__ import annotations
 

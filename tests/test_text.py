@@ -1,4 +1,4 @@
-"""Text is read, cut into windows and parted; what cannot be is refused in words."""
+"""Text: reading it, windows of tokens, splits for calibration and evaluation, and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models are loaded, judged and refused as they should be, without a hub."""
+"""Hugging Face models: loading, errors, perplexity and evaluation tasks, without the hub."""
 
 from __future__ import annotations
 

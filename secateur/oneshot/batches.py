@@ -203,7 +203,7 @@ def usable_device(device: torch.device | str) -> torch.device:
     """The torch device of this name ("cpu", "cuda:1", "mps", "xpu", ...), after checking that it works here."""
     try:
         found = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ModelError(
             f"There is no device {str(device)!r}. Use a name that torch knows, such as cpu, cuda, cuda:1, mps or xpu."
         ) from error

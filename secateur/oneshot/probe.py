@@ -208,7 +208,7 @@ class MaskSnapshots:
         self.apply(None)
 
 
-def score_alone(prober: Probe, snapshots: MaskSnapshots, metric: Metric, refresh: bool = False) -> tuple[str, float]:
+def score_alone(prober: Probe, snapshots: MaskSnapshots, metric: Metric, refresh: bool) -> tuple[str, float]:
     """The name and metric of the score without the veto, at the sparsity that the probe achieved.
 
     `refresh` gathers the facts of the dense model again, after later facts have replaced them.
