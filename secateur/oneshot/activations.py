@@ -52,6 +52,8 @@ INDEXING = (torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_sel
 # Functions that read a tensor's metadata and do not compute with its values.
 METADATA = {"__get__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
 
+Calls = dict[str, list[Tensor]]  # the inputs of every weight, one tensor per call
+
 
 class InputStatistics(TorchFunctionMode):
     """Inside a `with`, sums statistics of the inputs that the prunable weights are multiplied with.
@@ -256,6 +258,56 @@ class InputCounts(InputStatistics):
         matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else len(inputs)
         tokens = torch.full((len(inputs),), inputs.shape[1], dtype=torch.int64, device=inputs.device)
         self._sum("tokens", site, first, matrices, tokens)
+
+
+class ForwardDone(Exception):  # noqa: N818 - control flow, not an error
+    """Ends a forward pass whose remaining part is not needed."""
+
+
+class InputRecorder(InputStatistics):
+    """Keeps the inputs themselves, in the order of the calls."""
+
+    def __init__(self, sites: Sequence[Prunable]) -> None:
+        super().__init__(sites)
+        self.calls: Calls = {}
+
+    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
+        self.calls.setdefault(site.name, []).append(inputs.clone())
+
+
+class PairedInputs(InputStatistics):
+    """X^T X of some weights, and Z^T X with the inputs Z that the dense model has in the same calls."""
+
+    def __init__(self, sites: Sequence[Prunable]) -> None:
+        super().__init__(sites, products=True)
+        self.crosses: dict[str, Tensor] = {}
+        self._totals["crosses"] = self.crosses
+        self.unpaired: set[str] = set()  # called in another way than in the dense model, as experts are
+        self._batch_unpaired = False  # whether any was in the current batch
+        self._expected: Calls = {}
+        self._left = 0
+
+    def expect(self, dense: Mapping[str, Sequence[Tensor]]) -> None:
+        """Set the dense model's inputs for the next batch; once all are paired the forward pass may end."""
+        self._expected = {site.name: list(dense.get(site.name, ())) for site in self._watched}
+        self._left, self._batch_unpaired = sum(map(len, self._expected.values())), False
+
+    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
+        super()._add(site, first, inputs)
+        waiting = self._expected.get(site.name)
+        other = waiting.pop(0) if waiting else None
+        if other is None or other.shape != inputs.shape or len(site.layout.rows) > 1:
+            self.unpaired.add(site.name)
+            self._batch_unpaired = True
+        else:
+            self._sum("crosses", site, 0, len(inputs), product_of(other, inputs))
+        self._left -= 1
+        if self._left == 0 and not self._batch_unpaired:  # decided per batch: ranks do not see each other's
+            raise ForwardDone
+
+    def sync(self, ranks: Ranks) -> None:
+        """Make `unpaired` the same on every rank."""
+        self.unpaired |= self._on_any_rank(ranks, self.unpaired)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -25,6 +25,9 @@ from secateur.oneshot.batches import Batch, Loss, device_of, eval_mode, to_devic
 from secateur.oneshot.blocks import find_blocks, replaced_forward
 from secateur.selection.exact import sent
 
+UNITS = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
+USABLE = 0.94  # of the memory; the rest is lost to fragmentation of the allocator
+
 OnGradient = Callable[[Tensor, Tensor], None]  # a parameter on the host, and its gradient on the device
 
 
@@ -153,10 +156,6 @@ def activation_checkpointing(blocks: Sequence[nn.Module]) -> Iterator[None]:
     # The forward that is there now, which may be one that offloads.
     with replaced_forward(blocks, [wrapped(block.forward) for block in blocks]):
         yield
-
-
-UNITS = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
-USABLE = 0.94  # of the memory; the rest is lost to fragmentation of the allocator
 
 
 def as_bytes(memory: str | int | None) -> int | None:

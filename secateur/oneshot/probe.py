@@ -29,7 +29,11 @@ ORDERS = ("joint", "reverse", "forward", "size")
 Metric = Callable[[nn.Module], float]
 LOSS_ELEMENTS = 1 << 15  # input elements (tokens) of the batches that the default metric is computed on
 EXACT_POOL = 1.1  # candidates per weight to prune, with exact=True
-MAX_POOL = 0.999
+MAX_POOL = 0.999  # sparsity
+TRIES = 7  # tolerances tried when a level fails: 0 first, then a bisection for the largest that holds
+PLATEAU = 2  # consecutive levels that may prune nothing more
+MIN_RISE = 1e-4  # of sparsity, for a level to count as having pruned something
+HIGHEST = 0.99  # sparsity of the last level
 
 
 def probe(
@@ -224,12 +228,6 @@ def score_alone(prober: Probe, snapshots: MaskSnapshots, metric: Metric, refresh
 def sparsity_of(masks: Sequence[Tensor], calibrated: CalibratedModel) -> float:
     """The sparsity of masks of the calibrated weights."""
     return 1 - sum(kernels.population(masks)) / sum(shape.numel() for shape in calibrated.held.shapes)
-
-
-TRIES = 7  # tolerances tried when a level fails: 0 first, then a bisection for the largest that holds
-PLATEAU = 2  # consecutive levels that may prune nothing more
-MIN_RISE = 1e-4  # of sparsity, for a level to count as having pruned something
-HIGHEST = 0.99
 
 
 def probe_until(

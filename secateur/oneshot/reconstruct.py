@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from secateur.errors import FactError, PatternError
 from secateur.model.distributed import Ranks
 from secateur.model.prunable import Prunable, Unfit, unfit_for
-from secateur.oneshot.activations import InputStatistics, product_of
+from secateur.oneshot.activations import Calls, ForwardDone, InputRecorder, PairedInputs
 from secateur.oneshot.batches import Batch, eval_mode, padding_masks, to_device
 from secateur.oneshot.blocks import Chain, capture_chain
 from secateur.oneshot.calibration import CalibratedModel
@@ -33,10 +33,16 @@ from secateur.selection.tiles import Layout, Pattern, tile_of
 COLUMNS = 128  # that a sweep finishes before it updates all columns to their right
 DAMPING = 0.01  # added to the diagonal, as a fraction of its mean
 ATTEMPTS = 6  # each with ten times the damping of the one before
+STEPS = 10  # of conjugate gradients; 6 and 30 steps give the same perplexity
+TOWARD_DENSE = 0.5  # weight of the dense model's output in the target; the rest is dense weights on current inputs
+MERGE_BYTES = 256 << 20  # of hidden states run through a block at once on an accelerator
+CPU_MERGE_BYTES = 0  # larger batches are not faster on CPUs
 
 # From columns, the factor's diagonal there, their unpruned weights (None: all) and which columns have zero inputs, to a
 # mask.
 Choice = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+# A weight, X^T X of its matrices, Z^T X with the dense model's inputs Z if they correspond, and the numbers of inputs.
+LayerUpdate = Callable[[Prunable, Tensor, Tensor | None, Tensor], None]
 
 
 def damped(product: Tensor, damping: float = DAMPING) -> Tensor:
@@ -151,63 +157,6 @@ def solve(aim: Tensor, start: Tensor, mask: Tensor, product: Tensor, steps: int)
         before, power = power, (residual * scaled).sum(1, keepdim=True)
         direction = scaled + (power / before.clamp(min=1e-30)) * direction
     return found
-
-
-Calls = dict[str, list[Tensor]]  # the inputs of every weight, one tensor per call
-# A weight, X^T X of its matrices, Z^T X with the dense model's inputs Z if they correspond, and the numbers of inputs.
-LayerUpdate = Callable[[Prunable, Tensor, Tensor | None, Tensor], None]
-MERGE_BYTES = 256 << 20  # of hidden states run through a block at once on an accelerator
-CPU_MERGE_BYTES = 0  # larger batches are not faster on CPUs
-
-
-class ForwardDone(Exception):  # noqa: N818 - control flow, not an error
-    """Ends a forward pass whose remaining part is not needed."""
-
-
-class InputRecorder(InputStatistics):
-    """Keeps the inputs themselves, in the order of the calls."""
-
-    def __init__(self, sites: Sequence[Prunable]) -> None:
-        super().__init__(sites)
-        self.calls: Calls = {}
-
-    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
-        self.calls.setdefault(site.name, []).append(inputs.clone())
-
-
-class PairedInputs(InputStatistics):
-    """X^T X of some weights, and Z^T X with the inputs Z that the dense model has in the same calls."""
-
-    def __init__(self, sites: Sequence[Prunable]) -> None:
-        super().__init__(sites, products=True)
-        self.crosses: dict[str, Tensor] = {}
-        self._totals["crosses"] = self.crosses
-        self.unpaired: set[str] = set()  # called in another way than in the dense model, as experts are
-        self._batch_unpaired = False  # whether any was in the current batch
-        self._expected: Calls = {}
-        self._left = 0
-
-    def expect(self, dense: Mapping[str, Sequence[Tensor]]) -> None:
-        """Set the dense model's inputs for the next batch; once all are paired the forward pass may end."""
-        self._expected = {site.name: list(dense.get(site.name, ())) for site in self._watched}
-        self._left, self._batch_unpaired = sum(map(len, self._expected.values())), False
-
-    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
-        super()._add(site, first, inputs)
-        waiting = self._expected.get(site.name)
-        other = waiting.pop(0) if waiting else None
-        if other is None or other.shape != inputs.shape or len(site.layout.rows) > 1:
-            self.unpaired.add(site.name)
-            self._batch_unpaired = True
-        else:
-            self._sum("crosses", site, 0, len(inputs), product_of(other, inputs))
-        self._left -= 1
-        if self._left == 0 and not self._batch_unpaired:  # decided per batch: ranks do not see each other's
-            raise ForwardDone
-
-    def sync(self, ranks: Ranks) -> None:
-        """Make `unpaired` the same on every rank."""
-        self.unpaired |= self._on_any_rank(ranks, self.unpaired)
 
 
 @dataclass
@@ -409,10 +358,6 @@ def _update_groups(
         for member in (leader, *others):
             update(sites[member], product, cross, inputs.tokens[leader])
     return unused
-
-
-STEPS = 10  # of conjugate gradients; 30 leave perplexity where 6 do
-TOWARD_DENSE = 0.5  # weight of the dense model's output in the target; the rest is dense weights on current inputs
 
 
 def as_matrices(tensor: Tensor, layout: Layout, count: int) -> list[Tensor]:
