@@ -20,8 +20,8 @@ from secateur.oneshot.batches import Batch, device_of, eval_mode, is_out_of_memo
 
 MERGE_TOLERANCE = 0.02  # relative difference of outputs that bf16 and another order of summation explain
 LOSS_TOLERANCE = 1e-6  # relative difference of losses with and without skipped blocks
-CACHE_BYTES = 8 << 30  # of hidden states kept for blocks that may be asked for later, on an accelerator
-CPU_CACHE_BYTES = 4 << 30
+CACHE_BYTES = 4 << 30  # of hidden states kept for blocks that may be asked for later
+CUDA_CACHE_BYTES = 8 << 30
 
 Forward = Callable[[nn.Module, Batch], Any]
 
@@ -310,7 +310,7 @@ class HiddenStates:
         def before(number: int) -> Any:
             def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
                 state = args[0].detach().clone()
-                limit = CPU_CACHE_BYTES if state.device.type == "cpu" else CACHE_BYTES
+                limit = CUDA_CACHE_BYTES if state.is_cuda else CACHE_BYTES
                 if number == last or state.nbytes * self._batches * last <= limit:
                     found.setdefault(number, []).append(state)
 

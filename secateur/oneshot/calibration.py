@@ -263,7 +263,10 @@ class CalibratedModel:
         bf16 = self.autocast and inputs is None and self.offload is None
         cached = nullcontext() if every else self.hidden_states.from_cache(sites)
         with self.stages.stage("gradients", self.turns) as tick, self.on_device(), checkpointing, cached:
-            how = GradientPass(self.loss, plan, self.offload, bf16, inputs, every, tick, self.ranks)
+            how = GradientPass(
+                loss=self.loss, plan=plan, offload=self.offload, bf16=bf16, inputs=inputs, check_loss=every, tick=tick,
+                ranks=self.ranks,
+            )  # fmt: skip
             return gather_gradients(self.model, self.batches, sites, wanted, how)
 
     def _gather_inputs(self, statistics: InputStatistics) -> None:

@@ -78,9 +78,15 @@ def probe(
             default is the loss of the first batches. On several ranks the first one's value counts.
         tolerances: further tolerances to report, from the gradients of a joint probe.
     """
-    settings = CalibrationSettings(loss, skip, only, limit, memory, device, progress, distributed)
+    settings = CalibrationSettings(
+        loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
+        distributed=distributed,
+    )  # fmt: skip
     with told_to_all(model, distributed):
-        job = _Job(resolve(score), scope, shrink, tolerance, order, group, refresh, parse_pattern(pattern), allocation)
+        job = _Job(
+            score=resolve(score), scope=scope, shrink=shrink, tolerance=tolerance, order=order, group=group,
+            refresh=refresh, pattern=parse_pattern(pattern), allocation=allocation,
+        )  # fmt: skip
         job.check(exact, tolerances)
         check_choice(sparsity, scope or "model", job.pattern, allocation)
     return _probe(model, batches, job, settings, _Target(sparsity, exact, tolerances, evaluate))
@@ -266,29 +272,56 @@ def probe_until(
         tune: try a failed level again with smaller tolerances. "both" goes back one level further and repeats that one
             too. If none holds, the model stays as after the last good level, or dense.
     """
-    settings = CalibrationSettings(loss, skip, only, limit, memory, device, progress, distributed)
+    settings = CalibrationSettings(
+        loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
+        distributed=distributed,
+    )  # fmt: skip
     with told_to_all(model, distributed):
-        job = _Job(resolve(score), scope, shrink, tolerance, order, group, refresh)
+        job = _Job(
+            score=resolve(score), scope=scope, shrink=shrink, tolerance=tolerance, order=order, group=group,
+            refresh=refresh,
+        )  # fmt: skip
         job.check()
-        _check_levels(start, step, max_drop, tune)
+        levels = _Levels(evaluate, start, step, max_drop, tune)
+        levels.check()
         check_choice(start, scope or "model", None, None)
+    return _probe_levels(model, batches, job, settings, levels)
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """The arguments of `probe_until` alone: the levels to try, and when one fails."""
+
+    evaluate: Metric
+    start: float
+    step: float
+    max_drop: float
+    tune: bool | str
+
+    def check(self) -> None:
+        if not (0 < self.start < 1 and self.step > 0 and self.max_drop >= 0):
+            found = f"{self.start!r}, {self.step!r}, {self.max_drop!r}"
+            raise ScheduleError(f"Need 0 < start < 1, step > 0 and max_drop >= 0; got {found}.")
+        if self.tune not in (False, True, "both"):
+            raise ScheduleError(f"tune is False, True or 'both', not {self.tune!r}.")
+
+
+def _probe_levels(
+    model: nn.Module, batches: Iterable[Batch] | Tensor, job: _Job, settings: CalibrationSettings, levels: _Levels
+) -> Outcome:
     with restore_on_error() as undo, CalibratedModel(model, batches, settings) as calibrated:
-        scope = scope_for(job.score, scope, None, None, calibrated.sites)
-        _, select = selector(scope, None, None, start)
-        prober = Probe(calibrated, job.score, select, shrink=shrink, order=order, group=group)
-        search = _Search(prober, MaskSnapshots(calibrated), evaluate, max_drop, tune, refresh)
+        scope = scope_for(job.score, job.scope, None, None, calibrated.sites)
+        _, select = selector(scope, None, None, levels.start)
+        prober = Probe(calibrated, job.score, select, shrink=job.shrink, order=job.order, group=job.group)
+        search = _Search(prober, MaskSnapshots(calibrated), levels, job.refresh)
         undo.append(search.snapshots.restore_dense)
-        search.run(start, step, tolerance)
-        found = (*search.history, score_alone(prober, search.snapshots, evaluate, refresh))
-        schedule = f"{order} probes from {start:g} by {step:g}, shrink {shrink:g}, tolerance {tolerance:g}"
+        search.run(job.tolerance)
+        found = (*search.history, score_alone(prober, search.snapshots, levels.evaluate, job.refresh))
+        schedule = (
+            f"{job.order} probes from {levels.start:g} by {levels.step:g}, shrink {job.shrink:g}, tolerance"
+            f" {job.tolerance:g}"
+        )
         return calibrated.outcome(score=str(job.score), schedule=schedule, scope=scope, asked=search.asked, found=found)
-
-
-def _check_levels(start: float, step: float, max_drop: float, tune: bool | str) -> None:
-    if not (0 < start < 1 and step > 0 and max_drop >= 0):
-        raise ScheduleError(f"Need 0 < start < 1, step > 0 and max_drop >= 0; got {start!r}, {step!r}, {max_drop!r}.")
-    if tune not in (False, True, "both"):
-        raise ScheduleError(f"tune is False, True or 'both', not {tune!r}.")
 
 
 @dataclass
@@ -297,18 +330,16 @@ class _Search:
 
     prober: Probe
     snapshots: MaskSnapshots
-    evaluate: Metric
-    max_drop: float
-    tune: bool | str
+    levels: _Levels
     refresh: bool
     asked: float = 0.0
     history: list[tuple[str, float]] = field(default_factory=list)
     good: list[list[Tensor]] = field(default_factory=list)
-    levels: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)
 
-    def run(self, start: float, step: float, tolerance: float) -> None:
-        calibrated = self.prober.calibrated
-        dense = calibrated.evaluate(self.evaluate)
+    def run(self, tolerance: float) -> None:
+        calibrated, levels = self.prober.calibrated, self.levels
+        dense = calibrated.evaluate(levels.evaluate)
         if not math.isfinite(dense):
             raise ScheduleError(
                 f"evaluate(model) returned {dense} for the dense model: nothing can be compared with it."
@@ -316,19 +347,19 @@ class _Search:
         self.history.append(("dense", dense))
         self.good.append(self._masks())
         flat, number = 0, 0
-        while (level := min(HIGHEST, start + number * step)) and flat < PLATEAU:
+        while (level := min(HIGHEST, levels.start + number * levels.step)) and flat < PLATEAU:
             began, before = time.perf_counter(), calibrated.sparsity
             trials = self.prober.level(level, tolerance, self.refresh)
-            if not dense - self._measure(level, tolerance) <= self.max_drop:  # NaN is a failure too
+            if not dense - self._measure(level, tolerance) <= levels.max_drop:  # NaN is a failure too
                 tuned = self._tune(level, tolerance, trials, dense)
                 if tuned is None:
                     self._set(self.good[-1])
                     name = f"back to sparsity {calibrated.sparsity:.4f}"
-                    self.history.append((name, calibrated.evaluate(self.evaluate)))
+                    self.history.append((name, calibrated.evaluate(levels.evaluate)))
                     return
                 tolerance = tuned
             self.good = [*self.good[-1:], self._masks()]
-            self.levels.append(level)
+            self.accepted.append(level)
             self.asked = level
             calibrated.record_update(level, time.perf_counter() - began)
             flat = 0 if calibrated.sparsity > before + MIN_RISE else flat + 1
@@ -345,14 +376,14 @@ class _Search:
         self.prober.set_masks(masks)
 
     def _measure(self, level: float, tolerance: float) -> float:
-        value = self.prober.calibrated.evaluate(self.evaluate)
+        value = self.prober.calibrated.evaluate(self.levels.evaluate)
         name = f"level {level:.3g}, tolerance {tolerance:.4g}, sparsity {self.prober.calibrated.sparsity:.4f}"
         self.history.append((name, value))
         return value
 
     def _tune(self, level: float, tolerance: float, trials: list[Trial], dense: float) -> float | None:
         """The largest tolerance found below the failed one at which the level holds; its masks are set then."""
-        if not self.tune or tolerance == 0:
+        if not self.levels.tune or tolerance == 0:
             return None
         last = sparsity_of(self.good[-1], self.prober.calibrated)
         holds, fails, best = 0.0, tolerance, None
@@ -360,7 +391,7 @@ class _Search:
         for attempt in range(TRIES):
             middle = 0.0 if attempt == 0 else (holds * fails) ** 0.5 if holds else fails / 4
             self._retry(level, middle, trials)
-            if dense - self._measure(level, middle) <= self.max_drop:
+            if dense - self._measure(level, middle) <= self.levels.max_drop:
                 holds = middle
                 if self.prober.calibrated.sparsity > last:
                     best, kept = middle, self._masks()
@@ -374,10 +405,10 @@ class _Search:
 
     def _retry(self, level: float, tolerance: float, trials: list[Trial]) -> None:
         """Repeat the level from the last good masks, or with tune="both" from those before them."""
-        both = self.tune == "both" and len(self.good) > 1
+        both = self.levels.tune == "both" and len(self.good) > 1
         self._set(self.good[0] if both else self.good[-1])
         if both:
-            self.prober.level(self.levels[-1], tolerance, self.refresh)
+            self.prober.level(self.accepted[-1], tolerance, self.refresh)
         if trials and not both:
             self.prober.remove((trial.number, trial.agreed(tolerance)) for trial in trials)
         else:

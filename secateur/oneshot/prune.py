@@ -73,10 +73,16 @@ def prune(
         distributed: ranks of a model in DistributedDataParallel or fully_shard, and those of the default group with
             True, share the batches. Pass all batches to every rank; the masks are those of one process.
     """
-    settings = CalibrationSettings(loss, skip, only, limit, memory, device, progress, distributed, autocast=True)
+    settings = CalibrationSettings(
+        loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
+        distributed=distributed, autocast=True,
+    )  # fmt: skip
     with told_to_all(model, distributed):
         shape = parse_pattern(pattern)
-        job = _Job(resolve(score), sparsity, scope, shape, allocation, rounds, reconstruct, method)
+        job = _Job(
+            score=resolve(score), sparsity=sparsity, scope=scope, pattern=shape, allocation=allocation, rounds=rounds,
+            reconstruct=reconstruct, method=method,
+        )  # fmt: skip
         job.check()
     work = _by_score if method is None else _by_sparsegpt
     return work(model, batches, job, settings)
