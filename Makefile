@@ -8,8 +8,8 @@ WHEEL := .venv-wheel
 # constraints.txt pins every version; torch comes first so that nothing pulls another build of it.
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Tests of the core that run where nothing but torch is installed.
-CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,allocation calibration default_dtype inputs masks optim patterns \
-	probing pruner pruning reconstruction regrowth report schedules scores selection sites spam))
+CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,activations allocation calibration default_dtype masks optim patterns \
+	probe prune pruner reconstruction regrowth report schedules scores selection sites spam))
 
 .PHONY: demo test test-core check docs wheel soak mutants bench-select readme clean
 

@@ -1,19 +1,23 @@
-"""Stages of a job: what each took, and, if wished, how far it is."""
+"""Stages of a job: the seconds and memory of each, and progress on stderr if asked for."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+LINE_SECONDS = 10.0  # between plain lines, where tqdm is not installed
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Part of a job: seconds, and the most memory its device had allocated (None on CPUs)."""
+    """A part of a job: its seconds, and the peak of allocated device memory (None where torch does not report it)."""
 
     name: str
     seconds: float
@@ -29,45 +33,62 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str, total: int = 0) -> Iterator[Callable[[], None]]:
-        """Inside, call what it yields for each of `total` steps."""
-        on_gpu = self._device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(self._device)
-        began, bar = time.perf_counter(), _Bar(name, total, self._show)
+        """Time the code inside; call the yielded function after each of `total` steps."""
+        memory = _memory_stats(self._device)
+        if memory is not None:
+            memory.reset_peak_memory_stats(self._device)
+        began, progress = time.perf_counter(), _Progress(name, total) if self._show else None
         try:
-            yield bar.tick
+            yield (lambda: None) if progress is None else progress.tick
         finally:
-            bar.close()
-            if on_gpu:
-                torch.cuda.synchronize(self._device)
-            peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else None
+            if progress is not None:
+                progress.close()
+            if self._device.type not in ("cpu", "meta"):
+                torch.accelerator.synchronize(self._device)
+            peak = None if memory is None else memory.max_memory_allocated(self._device)
             before = self._done.get(name, Stage(name, 0.0, None))
-            most = peak if before.peak_bytes is None or peak is None else max(peak, before.peak_bytes)
-            self._done[name] = Stage(name, before.seconds + time.perf_counter() - began, most)
+            peak = peak if before.peak_bytes is None or peak is None else max(peak, before.peak_bytes)
+            self._done[name] = Stage(name, before.seconds + time.perf_counter() - began, peak)
 
     @property
     def done(self) -> tuple[Stage, ...]:
         return tuple(self._done.values())
 
 
-class _Bar:
-    """One line on stderr, redrawn at most five times a second; a plain line at the end where nobody watches."""
+def _memory_stats(device: torch.device) -> Any:
+    """torch's module for this device if it counts allocated bytes, as torch.cuda and torch.xpu do; else None."""
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "max_memory_allocated") else None
 
-    def __init__(self, name: str, total: int, show: bool) -> None:
-        self._name, self._total, self._show = name, total, show
-        self._done, self._began, self._drawn = 0, time.perf_counter(), 0.0
+
+class _Progress:
+    """A tqdm bar while a stage runs, or plain lines without tqdm, and one line with the seconds at the end."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self._name, self._total, self._done = name, total, 0
+        self._began = self._printed = time.perf_counter()
+        self._bar = _tqdm_bar(name, total) if total else None
 
     def tick(self) -> None:
         self._done += 1
         now = time.perf_counter()
-        if self._show and sys.stderr.isatty() and (now - self._drawn > 0.2 or self._done == self._total):
-            self._drawn = now
+        if self._bar is not None:
+            self._bar.update()
+        elif now - self._printed > LINE_SECONDS:
+            self._printed = now
             left = (now - self._began) / self._done * max(0, self._total - self._done)
-            width = 24 * self._done // max(1, self._total)
-            bar = "#" * width + "." * (24 - width)
-            print(f"\r{self._name:32} {bar} {self._done}/{self._total}, {left:5.0f} s left ", end="", file=sys.stderr)
+            print(f"{self._name:32} {self._done}/{self._total}, {left:.0f} s left", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        if self._show:
-            taken = f"{self._name:32} {time.perf_counter() - self._began:8.1f} s"
-            print(f"\r{taken:79}" if sys.stderr.isatty() else taken, file=sys.stderr, flush=True)
+        if self._bar is not None:
+            self._bar.close()
+        print(f"{self._name:32} {time.perf_counter() - self._began:8.1f} s", file=sys.stderr, flush=True)
+
+
+def _tqdm_bar(name: str, total: int) -> Any:
+    """A bar for terminals and notebooks, silent where stderr is a file; None if tqdm is not installed."""
+    try:
+        tqdm = importlib.import_module("tqdm.auto")
+    except ModuleNotFoundError:
+        return None
+    return tqdm.tqdm(total=total, desc=name, leave=False, disable=None)

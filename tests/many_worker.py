@@ -1,4 +1,4 @@
-"""Run by torchrun: prunes trained models on several processes and writes what every rank came to.
+"""Run by torchrun: prunes trained models on several processes and writes the results of every rank.
 
 `outcome` is also the one-process run that the others are compared with.
 """
@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import secateur as sc
 from secateur.model.distributed import SOLO, Ranks
 from secateur.model.prunable import find_prunable
-from secateur.oneshot.gradients import gather_gradients
+from secateur.oneshot.gradients import GradientPass, gather_gradients
+from secateur.oneshot.offload import MemoryPlan
 from tests.contract import Experts, Rows
 
 
@@ -80,7 +81,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def score(model: nn.Module) -> float:
-    """Something to judge a model by: higher is better."""
+    """A metric of a model: higher is better."""
     with torch.no_grad():
         return float(-sum(parameter.float().square().sum() for parameter in model.parameters()))
 
@@ -179,7 +180,7 @@ def said(work: Callable[[], Any]) -> str:
 
 
 def refusals() -> dict[str, Any]:
-    """What goes wrong on one rank must be known to all of them: any that did not raise would wait for ever."""
+    """An error on one rank must reach all of them: a rank that does not raise would wait for ever."""
     rank, found = dist.get_rank(), {}
     model = DistributedDataParallel(network("mlp"))
     nan = batches("mlp")
@@ -212,7 +213,7 @@ def refusals() -> dict[str, Any]:
     for layer in (parallel[0], parallel[2]):
         parallelize_module(layer, init_device_mesh("cpu", (2,)), ColwiseParallel())
     found["parallel"] = said(lambda: sc.prune(parallel, batches("mlp")))
-    if rank == 0:  # nobody else calls
+    if rank == 0:  # no other rank calls
         found["by itself"] = said(lambda: sc.prune(model, batches("mlp"), distributed=False))
     return found
 
@@ -251,11 +252,13 @@ def split() -> dict[str, Any]:
 
 
 def rounded() -> bool:
-    """Whether statistics in bf16, which are rounded by chance, are those of one process: the draws must be the same."""
+    """Whether bf16 statistics, which are rounded stochastically, equal those of one process: ranks must draw alike."""
     model = network("mlp")
     sites, wanted = find_prunable(model)[0], {"exp_avg_sq", "gradient_max"}
     one, several = (
-        gather_gradients(model, batches("mlp"), sites, wanted, dtype=torch.bfloat16, ranks=ranks)
+        gather_gradients(
+            model, batches("mlp"), sites, wanted, GradientPass(plan=MemoryPlan(torch.bfloat16), ranks=ranks)
+        )
         for ranks in (SOLO, Ranks(dist.group.WORLD))
     )
     return all(torch.equal(one[site.name][name], several[site.name][name]) for site in sites for name in wanted)

@@ -1,20 +1,23 @@
-"""Gradients over batches: their statistics, and that a model is as before whatever happens."""
+"""Calibration: gradient statistics over batches, default losses, devices, and a model that is restored afterwards."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import FactError
+import secateur as sc
+from secateur.errors import FactError, ModelError
 from secateur.model.prunable import find_prunable
-from secateur.oneshot import batches as calibration
-from secateur.oneshot.batches import draw, quiet, standard_loss
-from secateur.oneshot.gradients import gather_gradients
+from secateur.oneshot import batches as batches_module
+from secateur.oneshot.batches import check_ids, eval_mode, standard_loss, take_batches, usable_device
+from secateur.oneshot.gradients import GradientPass, gather_gradients
 
 
 class Noisy(nn.Module):
-    """Everything that behaves otherwise in training: dropout as module and function, normalisation with averages."""
+    """Everything that behaves differently in training: dropout as module and function, batch normalization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,9 +73,9 @@ def test_the_model_is_as_before(batches: list[tuple[Tensor, Tensor]], fails: boo
 
     if fails:
         with pytest.raises(RuntimeError, match="the user's own"):
-            gather_gradients(model, batches, sites, {"gradient"}, loss=loss)
+            gather_gradients(model, batches, sites, {"gradient"}, GradientPass(loss))
     else:
-        gather_gradients(model, batches, sites, {"gradient"}, loss=loss)
+        gather_gradients(model, batches, sites, {"gradient"}, GradientPass(loss))
     assert [module.training for module in model.modules()] == modes
     assert model.first.weight.grad is kept
     assert model.norm.weight.grad is None
@@ -90,7 +93,7 @@ def test_gradients_are_freed_as_they_come(batches: list[tuple[Tensor, Tensor]]) 
         alive.append(sum(p.grad is not None for p in model.parameters()))
         return standard_loss(model, batch)
 
-    gather_gradients(model, batches, sites, {"gradient"}, loss=loss)
+    gather_gradients(model, batches, sites, {"gradient"}, GradientPass(loss))
     assert alive == [0] * len(batches)
 
 
@@ -103,16 +106,16 @@ def test_a_frozen_beginning_does_no_backward(batches: list[tuple[Tensor, Tensor]
     assert not any(asked)
 
 
-def test_a_shuffled_loader_is_drawn_once() -> None:
+def test_a_shuffled_loader_is_read_once() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(20.0), torch.arange(20))
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
-    drawn = draw(loader, limit=3)
+    drawn = take_batches(loader, limit=3)
     assert len(drawn) == 3
     assert [batch[0].tolist() for batch in drawn] == [batch[0].tolist() for batch in drawn]
-    assert len(draw(torch.zeros(5, 3, dtype=torch.int64))) == 5
+    assert len(take_batches(torch.zeros(5, 3, dtype=torch.int64))) == 5
 
 
-def test_losses_and_what_is_said_when_none_is_known() -> None:
+def test_default_losses_and_errors_without_one() -> None:
     model = nn.Linear(4, 3)
     inputs = torch.randn(5, 4)
     with torch.no_grad():
@@ -120,24 +123,24 @@ def test_losses_and_what_is_said_when_none_is_known() -> None:
     with pytest.raises(FactError, match=r"No loss is known for batches of Tensor.*loss=\.\.\."):
         standard_loss(model, inputs)
     with pytest.raises(FactError, match="no batches"):
-        draw([])
+        take_batches([])
     sites, _ = find_prunable(model, only="*")
     with pytest.raises(FactError, match=r"one number that depends on the weights.*\(5, 3\)"):
-        gather_gradients(model, [inputs], sites, {"gradient"}, loss=lambda model, batch: model(batch))
-    with quiet(model):
+        gather_gradients(model, [inputs], sites, {"gradient"}, GradientPass(lambda model, batch: model(batch)))
+    with eval_mode(model):
         assert not any(p.requires_grad for p in model.parameters())
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_large_logits_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_logits_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     logits, targets = torch.randn(3, 50, 11, dtype=torch.bfloat16), torch.randint(0, 11, (3, 50))
     targets[0, :7] = -100
     found = []
     for most in (1 << 25, 40):
-        monkeypatch.setattr(calibration, "LOGITS", most)
+        monkeypatch.setattr(batches_module, "LOGITS_AT_ONCE", most)
         mine = logits.clone().requires_grad_()
-        loss = calibration.cross_entropy(mine, targets)
+        loss = batches_module.cross_entropy(mine, targets)
         loss.backward()
         found.append((loss.detach(), mine.grad))
     torch.testing.assert_close(found[1][0], found[0][0])
@@ -145,14 +148,68 @@ def test_large_logits_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_loss_in_bf16() -> None:
-    """Products are rounded, the weights and what they are told stay fp32."""
+    """Matmuls are rounded; weights and gradients stay fp32."""
     torch.manual_seed(0)
     model = nn.Linear(64, 8)
     batch = torch.randn(32, 64), torch.randint(0, 8, (32,))
     sites, _ = find_prunable(model, only="*")
     exact = gather_gradients(model, [batch], sites, {"exp_avg"})["weight"]["exp_avg"]
-    found = gather_gradients(model, [batch], sites, {"exp_avg"}, loss=calibration.in_bf16(standard_loss))
+    found = gather_gradients(model, [batch], sites, {"exp_avg"}, GradientPass(batches_module.in_bf16(standard_loss)))
     rough = found["weight"]["exp_avg"]
     assert rough.dtype == torch.float32
     assert not torch.equal(rough, exact)
     torch.testing.assert_close(rough, exact, rtol=0.1, atol=1e-3)
+
+
+class Reads(nn.Module):
+    """A model whose `get_input_embeddings` raises."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error, self.layer = error, nn.Linear(3, 3)
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise self.error
+
+
+def test_only_a_missing_embedding_is_ignored() -> None:
+    ids = [torch.zeros(1, 3, dtype=torch.int64)]
+    check_ids(Reads(NotImplementedError("no embedding")), ids)
+    for error in (ZeroDivisionError("a bug"), torch.OutOfMemoryError("CUDA out of memory")):
+        with pytest.raises(type(error), match=str(error)):
+            check_ids(Reads(error), ids)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), "meta"])
+def test_devices_by_any_torch_name(device: Any) -> None:
+    assert usable_device(device) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("gpu", "There is no device 'gpu'. Use a name that torch knows, such as cpu, cuda, cuda:1, mps or xpu"),
+        ("cuda:x", "There is no device 'cuda:x'"),
+        (0.5, "There is no device '0.5'"),
+        ("vulkan", "Device 'vulkan' cannot be used here: "),
+    ],
+)
+def test_devices_that_cannot_be_used(device: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        usable_device(device)
+    with pytest.raises(ModelError, match=message):
+        sc.prune(nn.Sequential(nn.Linear(4, 4)), [(torch.randn(2, 4), torch.randn(2, 4))], device=device, only="*")
+
+
+@pytest.mark.parametrize("other", ["mps", "xpu", "cuda"])
+def test_an_accelerator_that_is_not_here_is_a_typed_error(other: str) -> None:
+    if torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device(other):
+        pytest.skip(f"{other} is here")
+    with pytest.raises(ModelError, match=f"Device '{other}' cannot be used here: "):
+        usable_device(other)
+
+
+def test_a_memory_limit_that_has_no_effect_is_noted() -> None:
+    batches = [(torch.randn(2, 4), torch.randn(2, 4))]
+    report = sc.prune(nn.Sequential(nn.Linear(4, 4)), batches, memory="1GB", only="*")
+    assert any("memory= limits CUDA devices; it has no effect on cpu" in note for note in report.notes)

@@ -17,7 +17,7 @@ import torch
 
 import secateur as sc
 from secateur.cli import main
-from secateur.oneshot.recipes import NAMED, Recipe, read_recipe
+from secateur.cli.prune import NAMED, Recipe, read_recipe
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 

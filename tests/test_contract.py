@@ -1,4 +1,4 @@
-"""What every method of pruning after training promises, on networks of every kind trained here."""
+"""Accuracy of every method of pruning after training, on small networks of every kind trained here."""
 
 from __future__ import annotations
 

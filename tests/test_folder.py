@@ -1,4 +1,4 @@
-"""A pruned model goes into a folder and comes back; nothing is lost on the way."""
+"""Saving a pruned model to a folder and loading it again, also when writing fails or is interrupted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     model, folder = tiny.llama(), tmp_path / "model"
     folder.mkdir()
     transformers.save(model, None, folder, {}, {"old.md": "old"})  # empty folders are free
-    with pytest.raises(ModelError, match="model is not empty. Name another folder, or say overwrite=True."):
+    with pytest.raises(ModelError, match="model is not empty. Name another folder, or pass overwrite=True."):
         transformers.save(model, None, folder, {}, {})
     transformers.save(model, None, folder, {}, {"new.md": "new"}, overwrite=True)
     assert not (folder / "old.md").exists()
@@ -91,7 +91,7 @@ def test_what_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_masks_of_another_model_are_refused(tmp_path: Path) -> None:
     model = tiny.llama()
-    with pytest.raises(StateError, match="There is a mask for 'x', which is no parameter of LlamaForCausalLM."):
+    with pytest.raises(StateError, match="There is a mask for 'x', which is not a parameter of LlamaForCausalLM."):
         transformers.save(model, None, tmp_path / "a", {"x": torch.ones(1, 1, dtype=torch.bool)}, {})
     for mask, found in ((torch.ones(97, 16), "torch.float32 .97, 16."), (torch.ones(16, 97).bool(), "bool .16, 97.")):
         with pytest.raises(StateError, match=f"'lm_head.weight' is .*{found}; it must be torch.bool .97, 16."):
@@ -116,7 +116,7 @@ def test_masks_that_cannot_be_read(tmp_path: Path) -> None:
             transformers.load_masks(tmp_path)
     for shapes in ([1], None, {"a": "4, 16"}, {"a": [4, "16"]}, {"a": [-4, -16]}, {"a": []}, {"a": [[4], 16]}):
         files.save_file(packed, path, metadata={"shapes": json.dumps(shapes)})
-        with pytest.raises(StateError, match="its shapes are no lists of sizes"):
+        with pytest.raises(StateError, match="its shapes are not lists of sizes"):
             transformers.load_masks(tmp_path)
     files.save_file({"a": torch.zeros(4, 2)}, path, metadata={"shapes": '{"a": [4, 16]}'})
     with pytest.raises(StateError, match="does not fit the shapes it names"):
@@ -218,7 +218,7 @@ def test_a_link_keeps_its_place(tmp_path: Path) -> None:
     assert not (tmp_path / "real" / "old.md").exists()
 
 
-def test_a_run_is_no_model_to_overwrite(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for name in ("config.json", "metrics.jsonl", "summary.json"):
         (tmp_path / "run" / name).write_text("{}")

@@ -11,9 +11,9 @@ from torch import nn
 import secateur as sc
 from secateur.model.facts import evaluator
 from secateur.model.prunable import find_prunable
-from secateur.oneshot.calibration import Subject
-from secateur.oneshot.gradients import Shelf, gather_gradients
-from secateur.oneshot.offload import Thrift
+from secateur.oneshot.calibration import CalibratedModel
+from secateur.oneshot.gradients import GradientPass, HostCache, gather_gradients
+from secateur.oneshot.offload import MemoryPlan
 from secateur.scores import resolve
 from tests import tiny
 
@@ -65,14 +65,14 @@ def test_cpu_gpu_and_streamed_agree(job: str) -> None:
     assert losses[2] == pytest.approx(losses[1], rel=0.005)
 
 
-def test_statistics_on_the_shelf_are_those_on_the_device() -> None:
+def test_statistics_in_host_memory_are_those_on_the_device() -> None:
     model = build(dtype=torch.bfloat16).cuda()
     sites, _ = find_prunable(model)
     wanted = {"gradient_max", "exp_avg_sq"}
     for dtype in (torch.float32, torch.bfloat16):
-        right = gather_gradients(model, BATCHES, sites, wanted, dtype=dtype)
+        right = gather_gradients(model, BATCHES, sites, wanted, GradientPass(plan=MemoryPlan(dtype)))
         for room in (0, 100_000):
-            found = gather_gradients(model, BATCHES, sites, wanted, dtype=dtype, room=room)
+            found = gather_gradients(model, BATCHES, sites, wanted, GradientPass(plan=MemoryPlan(dtype, room)))
             assert {t.device.type for facts in found.values() for t in facts.values()} <= {"cpu", "cuda"}
             for name, facts in right.items():
                 for key, statistic in facts.items():
@@ -89,14 +89,14 @@ def test_facts_of_a_busy_device_are_waited_for_on_the_host() -> None:
 
 
 def test_what_is_fetched_ahead_is_what_was_put_back() -> None:
-    shelf = Shelf()
+    cache = HostCache()
     tensors = [torch.zeros(1 << 20, pin_memory=True) for _ in range(5)]
     for turn in range(20):
         for number, tensor in enumerate(tensors):
-            with shelf.lent(tensor, torch.device("cuda", torch.cuda.current_device())) as near:
+            with cache.on_device(tensor, torch.device("cuda", torch.cuda.current_device())) as near:
                 assert near.is_cuda
                 near.add_(number + turn)
-    shelf.settle()
+    cache.synchronize()
     for number, tensor in enumerate(tensors):
         assert bool((tensor == 20 * number + 190).all())
 
@@ -105,7 +105,9 @@ def test_a_limit_of_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(1024, torch.bfloat16).cuda()
     weights = sum(p.nbytes for p in model.parameters())
     limit = torch.cuda.memory_allocated() + 2 * weights  # three copies of statistics in bf16 need more
-    monkeypatch.setattr(Subject, "copies", property(lambda _: 3, lambda *_: None), raising=False)  # over each one's own
+    monkeypatch.setattr(
+        CalibratedModel, "copies", property(lambda _: 3, lambda *_: None), raising=False
+    )  # over each one's own
     for work, settings in (JOBS["rounds"], JOBS["joint"]):
         torch.cuda.empty_cache()
         outcome = work(model, BATCHES, memory=limit, **settings)
@@ -114,7 +116,7 @@ def test_a_limit_of_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_that_gives_up_nothing_is_taken_where_there_is_room() -> None:
-    subject = Subject(build().cuda(), BATCHES)
-    thrift = subject.thrift(subject.sites, 1)
-    assert (thrift.dtype, thrift.room, thrift.again) == (torch.float32, None, False)
-    assert thrift != Thrift()  # it says why
+    calibrated = CalibratedModel(build().cuda(), BATCHES)
+    plan = calibrated.memory_plan(calibrated.sites, 1)
+    assert (plan.dtype, plan.on_device, plan.checkpointing) == (torch.float32, None, False)
+    assert plan != MemoryPlan()  # it says why

@@ -247,7 +247,7 @@ def test_datasets_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("no route")
 
     streaming(monkeypatch, broken())
-    with pytest.raises(TextError, match="dataset:a/b cannot be read on: no route"):
+    with pytest.raises(TextError, match="dataset:a/b cannot be read any further: no route"):
         load("dataset:a/b")
 
 

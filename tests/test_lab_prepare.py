@@ -120,7 +120,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path, text: Path, capsys: pyte
     assert main(command) == 0
     before = (out / "train.bin").read_bytes()
     assert main([*command, "--held-out", "0.5"]) == 2
-    assert "is not empty. Name another folder, or say overwrite=True (--overwrite)." in capsys.readouterr().err
+    assert "is not empty. Name another folder, or pass overwrite=True (--overwrite)." in capsys.readouterr().err
     assert (out / "train.bin").read_bytes() == before
     assert main([*command, "--held-out", "0.5", "--overwrite"]) == 0
     assert len((out / "train.bin").read_bytes()) < len(before)

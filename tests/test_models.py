@@ -9,10 +9,10 @@ import torch
 
 import secateur as sc
 from secateur.model.prunable import find_prunable
-from secateur.oneshot.activations import Inputs, gather_inputs
+from secateur.oneshot.activations import InputStatistics, gather_inputs
 from secateur.oneshot.batches import in_bf16, standard_loss
 from secateur.oneshot.blocks import find_blocks
-from secateur.oneshot.calibration import Subject
+from secateur.oneshot.calibration import CalibratedModel
 from tests import tiny
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -121,7 +121,7 @@ def test_experts_without_tokens_are_not_taken_for_useless() -> None:
         for layer in model.model.layers:
             layer.mlp.gate.weight.zero_()  # all experts alike: the same two are taken for every token
     sites, _ = find_prunable(model, only="*experts*")
-    seen = Inputs(sites)
+    seen = InputStatistics(sites)
     gather_inputs(model, [IDS], seen, forward=standard_loss)
     report = sc.prune(model, IDS, sparsity=0.3, only="*experts*")
     for site in sites:
@@ -164,10 +164,10 @@ def test_swift_gradients_are_nearly_those_of_fp32() -> None:
     model = tiny.llama(hidden_size=64, intermediate_size=96)
     places = [(p.data_ptr(), p.dtype) for p in model.parameters()]
     batches = list(torch.randint(0, 97, (6, 12), generator=torch.Generator().manual_seed(0)).split(2))
-    subject = Subject(model, batches)
-    exact = subject.gradients({"exp_avg_sq"})
-    subject.swift, subject.loss = True, in_bf16(standard_loss)  # as it is on a GPU
-    rough = subject.gradients({"exp_avg_sq"})
+    calibrated = CalibratedModel(model, batches)
+    exact = calibrated.gradients({"exp_avg_sq"})
+    calibrated.autocast, calibrated.loss = True, in_bf16(standard_loss)  # as it is on a GPU
+    rough = calibrated.gradients({"exp_avg_sq"})
     for name, facts in exact.items():
         a, b = facts["exp_avg_sq"], rough[name]["exp_avg_sq"]
         assert b.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Models that do things their own way: each of these was once got wrong."""
+"""Unusual models; each of these was once handled wrongly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from secateur.model.prunable import find_prunable
 from secateur.oneshot import reconstruct
 from secateur.oneshot.batches import standard_loss
 from secateur.oneshot.blocks import Chain, find_blocks
-from secateur.oneshot.calibration import Subject
+from secateur.oneshot.calibration import CalibratedModel, CalibrationSettings
 from tests import tiny
 from tests.trained import Tower, classifier
 
@@ -46,7 +46,7 @@ def pairs(width: int = 16) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(8, width, generator=draw), torch.arange(8) % 4) for _ in range(4)]
 
 
-def test_a_layer_nobody_uses() -> None:
+def test_an_unused_layer() -> None:
     class Lazy(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -59,7 +59,7 @@ def test_a_layer_nobody_uses() -> None:
     assert report.sparsity == 0.5
     assert any("never used were pruned by magnitude" in note for note in report.notes)
     report = sc.prune(Chained(Lazy), pairs(), score="magnitude", reconstruct=True)
-    assert any("never used were not repaired" in note for note in report.notes)
+    assert any("never used were not reconstructed" in note for note in report.notes)
     for order in ("reverse", "forward", "joint"):
         report = sc.probe(Chained(Lazy), pairs(), score="magnitude", order=order, tolerance=1e9)
         assert bool(report.masks["layers.0.idle.weight"].all())
@@ -82,7 +82,7 @@ def test_activations_in_place_and_autocast() -> None:
         assert sc.prune(make(True), pairs(), loss=loss, **settings).sparsity == 0.5
 
 
-def test_channels_last_is_repaired_and_groups_are_counted() -> None:
+def test_channels_last_is_reconstructed_and_groups_are_counted() -> None:
     torch.manual_seed(0)
     images = [(torch.randn(4, 8, 6, 6), torch.arange(4)) for _ in range(3)]
     weights = []
@@ -117,13 +117,13 @@ def test_other_ways_between_blocks_are_noticed() -> None:
             return self.head(state + early)  # around all the others
 
     torch.manual_seed(0)
-    subject = Subject(Net(), pairs())
-    late = [site for site in subject.sites if site.name == "layers.3.weight"]
-    found = [subject.gradients({"gradient_max"}, late)["layers.3.weight"]["gradient_max"] for _ in range(2)]
+    calibrated = CalibratedModel(Net(), pairs())
+    late = [site for site in calibrated.sites if site.name == "layers.3.weight"]
+    found = [calibrated.gradients({"gradient_max"}, late)["layers.3.weight"]["gradient_max"] for _ in range(2)]
     assert torch.equal(*found)
 
 
-def test_not_a_number_is_never_good_news() -> None:
+def test_nan_never_counts_as_success() -> None:
     model, batches = classifier()
     broken = [(torch.full_like(inputs, math.inf), targets) for inputs, targets in batches]
     before = [p.detach().clone() for p in model.parameters()]
@@ -228,7 +228,7 @@ def test_batches_are_merged_only_where_that_changes_nothing(build: Any, monkeypa
     batches = batches if words else [(torch.randn(2, 6, 16), torch.randn(2, 6, 16)) for _ in range(4)]
     found = []
     for most in (0, 256 << 20):
-        monkeypatch.setitem(reconstruct.MERGED, "cpu", most)
+        monkeypatch.setattr(reconstruct, "CPU_MERGE_BYTES", most)
         torch.manual_seed(0)
         model = build()
         sc.prune(model, batches, score="magnitude", reconstruct=True)
@@ -247,7 +247,7 @@ def test_a_tensor_with_a_number_for_each_row_is_not_merged() -> None:
     assert len(chain.merged(1 << 20).states) == 2
 
 
-def test_a_state_that_somebody_writes_into_between_blocks_makes_no_chain() -> None:
+def test_a_state_written_in_place_between_blocks_makes_no_chain() -> None:
     class Writing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -265,7 +265,7 @@ def test_a_state_that_somebody_writes_into_between_blocks_makes_no_chain() -> No
     assert find_blocks(model, batch, standard_loss, sites) == []
 
 
-def test_a_layer_only_later_batches_use_is_repaired() -> None:
+def test_a_layer_only_later_batches_use_is_reconstructed() -> None:
     class Router(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -409,7 +409,7 @@ def test_token_ids_alone_for_models_that_need_more() -> None:
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
     with pytest.raises(FactError, match="is an encoder-decoder.*mappings"):
         sc.prune(model, IDS)
-    with pytest.raises(FactError, match="not a prediction at every place.*mappings"):
+    with pytest.raises(FactError, match="not a prediction at every position.*mappings"):
         sc.prune(tiny.bert("BertForSequenceClassification"), IDS)
 
 
@@ -424,8 +424,8 @@ def test_recurrent_layers_are_measured_without_dropout() -> None:
             return self.last(self.rnn(x)[0])
 
     model = Recurrent().train()
-    subject = Subject(model, pairs(), only="rnn")
-    found = [subject.gradients({"gradient"})["rnn.weight_hh_l1"]["gradient"] for _ in range(2)]
+    calibrated = CalibratedModel(model, pairs(), CalibrationSettings(only="rnn"))
+    found = [calibrated.gradients({"gradient"})["rnn.weight_hh_l1"]["gradient"] for _ in range(2)]
     assert torch.equal(*found)
     assert model.rnn.dropout == 0.5
     model.eval()
@@ -434,7 +434,7 @@ def test_recurrent_layers_are_measured_without_dropout() -> None:
 
 
 def test_blocks_that_are_false_or_have_no_length() -> None:
-    """A module may define len(): nobody may ask whether it is true."""
+    """A module may define len(), so its truth value must not be used."""
 
     class Empty(nn.Sequential):
         def __len__(self) -> int:

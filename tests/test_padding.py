@@ -1,4 +1,4 @@
-"""Padded positions are no inputs: statistics, masks and repaired weights are those of the text alone."""
+"""Padded positions do not count: statistics, masks and reconstructed weights are those of the text alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.model.prunable import find_prunable
-from secateur.oneshot.activations import Inputs, gather_inputs
-from secateur.oneshot.batches import real_positions, run_model
+from secateur.oneshot.activations import InputStatistics, gather_inputs
+from secateur.oneshot.batches import padding_masks, run_model
 
 transformers = pytest.importorskip("transformers", reason="padded batches are those of transformers' models")
 
@@ -90,7 +90,7 @@ def test_padding_changes_nothing(build: Any, settings: dict[str, Any], mask: boo
 
 
 def test_what_padding_did_before_it_was_left_out() -> None:
-    """The same masks with padding that no mask tells of are other ones: the test above can fail."""
+    """Without an attention mask the result differs, so the test above can fail."""
     torch.manual_seed(0)
     model = llama()
     expected = sc.prune(copy.deepcopy(model), alone(), sparsity=0.6, score="wanda")
@@ -103,19 +103,19 @@ def test_what_padding_did_before_it_was_left_out() -> None:
 
 def test_an_encoder_is_told_by_its_mask_alone() -> None:
     batch = padded(LONGEST)
-    assert torch.equal(real_positions(bert(), batch)[0], batch["attention_mask"].bool())
-    assert real_positions(bert(), {k: v for k, v in batch.items() if k != "attention_mask"}) == []
+    assert torch.equal(padding_masks(bert(), batch)[0], batch["attention_mask"].bool())
+    assert padding_masks(bert(), {k: v for k, v in batch.items() if k != "attention_mask"}) == []
 
 
-def test_a_prompt_without_labels_is_no_padding() -> None:
+def test_a_prompt_without_labels_is_not_padding() -> None:
     batch = padded(LONGEST, mask=False)
     batch["labels"][:, :3] = -100
     real = torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]
-    assert torch.equal(real_positions(llama(), batch)[0], real)
-    assert real_positions(llama(), {"input_ids": batch["input_ids"]}) == []
-    assert real_positions(llama(), batch["input_ids"]) == []
+    assert torch.equal(padding_masks(llama(), batch)[0], real)
+    assert padding_masks(llama(), {"input_ids": batch["input_ids"]}) == []
+    assert padding_masks(llama(), batch["input_ids"]) == []
     whole = batch["input_ids"]
-    assert real_positions(llama(), {"input_ids": whole, "labels": whole}) == []
+    assert padding_masks(llama(), {"input_ids": whole, "labels": whole}) == []
 
 
 def test_both_sides_of_an_encoder_decoder() -> None:
@@ -159,9 +159,9 @@ def test_attention_of_torch_reads_positions_first() -> None:
     sites, _ = find_prunable(model, only="attention")
     found = []
     for batches in (alone(), [padded(2 * LONGEST)]):
-        watch = Inputs(sites)
-        gather_inputs(model, batches, watch, forward=run_model)
-        found.append(watch)
+        statistics = InputStatistics(sites)
+        gather_inputs(model, batches, statistics, forward=run_model)
+        found.append(statistics)
     for site in sites:
         assert found[0].tokens[site.name].tolist() == found[1].tokens[site.name].tolist()
         torch.testing.assert_close(found[0].norms(site), found[1].norms(site))

@@ -1,4 +1,4 @@
-"""Repair of surviving weights: against least squares, and against doing nothing."""
+"""Reconstruction of surviving weights, against least squares and against doing nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_few_steps_are_much_better_than_none(layer: tuple[Tensor, Tensor]) -> No
     assert error(few) < error(swept) < error(weight * mask)
 
 
-def test_a_sweep_drops_exactly_the_share_and_makes_up_for_it() -> None:
+def test_a_sweep_prunes_exactly_the_share_and_compensates() -> None:
     torch.manual_seed(1)
     weight = torch.randn(9, 300)  # more than two spans of columns, the last not whole
     wide = torch.randn(500, 40) @ torch.randn(40, 300) + 0.1 * torch.randn(500, 300)

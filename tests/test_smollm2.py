@@ -1,4 +1,4 @@
-"""A Llama in a GGUF file is the Llama it was made from; the real SmolLM2 reads and writes English."""
+"""A Llama read from a GGUF file equals the one it was written from; the real SmolLM2 predicts English."""
 
 from __future__ import annotations
 
@@ -84,11 +84,9 @@ def test_digits_stand_alone(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     for changes, found in (({"kind": "mamba"}, "'mamba' with tokenizer 'smollm'"), ({"pre": "x"}, "tokenizer 'x'")):
-        with pytest.raises(
-            ModelError, match=f"a.gguf holds architecture .*{found}; only 'llama' with 'smollm' is read"
-        ):
+        with pytest.raises(ModelError, match=f"a.gguf has architecture .*{found}; only 'llama' with 'smollm' works"):
             smollm2.read(written(tiny.llama(), path, **changes))
-    message = "not a whole Llama model: it lacks .'model.norm.weight'. and has .. besides."
+    message = "not a complete Llama model: missing .'model.norm.weight'., unexpected ..."
     with pytest.raises(ModelError, match=message):
         smollm2.read(written(tiny.llama(), path, leave="model.norm.weight"))
 

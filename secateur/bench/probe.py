@@ -27,8 +27,8 @@ from secateur.model.prunable import find_prunable
 from secateur.oneshot.batches import device_of as device_of_model
 from secateur.oneshot.batches import standard_loss
 from secateur.oneshot.blocks import find_blocks
-from secateur.oneshot.gradients import gather_gradients
-from secateur.oneshot.offload import activations, as_bytes, made_again
+from secateur.oneshot.gradients import GradientPass, gather_gradients
+from secateur.oneshot.offload import MemoryPlan, activation_bytes, activation_checkpointing, as_bytes
 from secateur.oneshot.probe import probe
 from secateur.oneshot.prune import prune
 from secateur.report import Outcome, text_table
@@ -128,17 +128,18 @@ def passing(model: nn.Module, ids: Tensor, batch: int, again: bool) -> dict[str,
     sites, _ = find_prunable(model)
     blocks = find_blocks(model, ids[:1], standard_loss, sites) if again else []
     some = list(ids[: 2 * batch].split(batch))
+    how = GradientPass(plan=MemoryPlan(torch.bfloat16))
     device = device_of_model(model)
     cuda = device.type == "cuda"
     found: dict[str, Any] = {"batch": batch, "again": again, "seconds": None, "seconds_per_sequence": None}
     try:
-        with made_again(blocks):
-            gather_gradients(model, some[:1], sites, {"gradient_max"}, dtype=torch.bfloat16)  # warm
+        with activation_checkpointing(blocks):
+            gather_gradients(model, some[:1], sites, {"gradient_max"}, how)  # warm
             synchronize(device)
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()
-            gather_gradients(model, some, sites, {"gradient_max"}, dtype=torch.bfloat16)
+            gather_gradients(model, some, sites, {"gradient_max"}, how)
             synchronize(device)
             taken = time.perf_counter() - began
     except torch.OutOfMemoryError:
@@ -150,7 +151,7 @@ def passing(model: nn.Module, ids: Tensor, batch: int, again: bool) -> dict[str,
         "seconds_per_sequence": taken / count,
         "tokens_per_second": count * ids.shape[1] / taken,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-        "activation_bytes": activations(model, some[0], standard_loss, sites, blocks) if cuda else None,
+        "activation_bytes": activation_bytes(model, some[0], standard_loss, sites, blocks) if cuda else None,
     }
 
 

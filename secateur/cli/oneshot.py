@@ -216,10 +216,10 @@ def _crossing(model: Any, batch: Any, device: str) -> Callable[[], AbstractConte
 
     from secateur.model.prunable import find_prunable
     from secateur.oneshot.batches import standard_loss
-    from secateur.oneshot.offload import ferry_for
+    from secateur.oneshot.offload import offload_for
 
     sites, _ = find_prunable(model)
-    return ferry_for(model, batch, standard_loss, sites, torch.device(device)).crossing
+    return offload_for(model, batch, standard_loss, sites, torch.device(device)).active
 
 
 def _texts(options: argparse.Namespace, tokenizer: Any, kind: str) -> tuple[Tensor, Tensor]:

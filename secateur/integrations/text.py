@@ -1,8 +1,12 @@
-"""Text for calibration and evaluation: read it, cut it into windows of tokens, keep the two apart."""
+"""Text for calibration and evaluation: read it, split it into windows of tokens, and keep the two apart.
+
+The built-in text is the source code of Python's standard library, also as bytes for small models (`standard_library`).
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sysconfig
 import zlib
@@ -16,29 +20,31 @@ import torch
 from torch import Tensor
 
 from secateur.errors import SecateurError, TextError, library
+from secateur.oneshot.batches import is_out_of_memory
 
 PIECE = 1 << 18  # characters tokenized at once, so that memory does not grow with the text
-REACH = 1 << 14  # characters before a piece's end in which a place to cut is sought
+REACH = 1 << 14  # characters before a piece's end in which a place to cut is searched
 AROUND = 200  # characters on either side that decide whether a cut changes the tokens
-TRIES = 20
-BETWEEN = "\n\n"  # what stands between documents, as in the published tables of WikiText-2
+TRIES = 20  # places to cut
+BETWEEN = "\n\n"  # separates documents, as in published results on WikiText-2
 SOURCES = "a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT] or builtin"
 SPLITS = ("train", "validation", "test")
 BASE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that it has an inverse modulo 2^64
 
 
-def read_text(source: str | Path) -> str:
+def read_text(source: str | os.PathLike[str]) -> str:
     """The text of a file, of `FILE.jsonl[:FIELD]`, of `dataset:NAME[:CONFIG][:SPLIT]`, or of "builtin".
 
-    "builtin" is the source of Python's standard library. A dataset is read from Hugging Face's `datasets`, from its
-    split "train" unless another is named; it and a .jsonl file are read from the field "text" unless another is named.
+    "builtin" is the source code of Python's standard library. A dataset comes from Hugging Face's `datasets`, by
+    default its split "train". Datasets and .jsonl files have their text in the field "text"; a .jsonl file may name
+    another one.
     """
     return BETWEEN.join(read_documents(source))
 
 
-def read_documents(source: str | Path) -> list[str]:
-    """The same, document by document: a line of a .jsonl file, a row of a dataset; any other text is one."""
-    name = str(source)
+def read_documents(source: str | os.PathLike[str]) -> list[str]:
+    """The documents of a source of `read_text`: lines of a .jsonl file, rows of a dataset, or one for other text."""
+    name = os.fspath(source)
     if name == "builtin":
         corpus = standard_library()
         texts = [bytes(torch.cat((corpus.train, corpus.held_out)).tolist()).decode(errors="replace")]
@@ -63,13 +69,13 @@ def _file(path: Path) -> str:
     except FileNotFoundError:
         raise TextError(f"There is no file {path}. Text is read from {SOURCES}.") from None
     except UnicodeDecodeError as error:
-        raise TextError(f"{path} is not UTF-8 text: byte {error.start} does not fit. Convert it first.") from error
+        raise TextError(f"{path} is not UTF-8 text: byte {error.start} is invalid. Convert it first.") from error
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _documents(lines: str, path: str, field: str) -> list[str]:
-    """One JSON object a line, each with a string under this field."""
+    """The strings under this field of one JSON object per line."""
     texts = []
     for number, line in enumerate(lines.split("\n"), 1):
         if not line.strip():
@@ -96,7 +102,7 @@ def _dataset(name: str) -> list[str]:
 
 
 def stream_documents(name: str) -> Iterator[str]:
-    """The documents of a dataset as they arrive, none kept: for one too large to download."""
+    """The documents of a dataset as a stream, for datasets too large to download."""
     try:
         for row in _rows(name, streaming=True):
             if not isinstance(row.get("text"), str):
@@ -104,8 +110,10 @@ def stream_documents(name: str) -> Iterator[str]:
             yield row["text"]
     except TextError:
         raise
-    except Exception as error:  # of many kinds: the network between one row and the next, a damaged file
-        raise TextError(f"{name} cannot be read on: {error}") from error
+    except Exception as error:  # the network and damaged files raise almost any type
+        if is_out_of_memory(error):
+            raise
+        raise TextError(f"{name} cannot be read any further: {error}") from error
 
 
 def _rows(name: str, **how: bool) -> Any:
@@ -116,12 +124,14 @@ def _rows(name: str, **how: bool) -> Any:
     datasets = library("datasets", f"Reading {name}", "datasets")
     try:
         return datasets.load_dataset(*parts, split=split, **how)
-    except Exception as error:  # of many kinds: no network, no such name, no such split
+    except Exception as error:  # no network, no such name or split: almost any type
+        if is_out_of_memory(error):
+            raise
         raise TextError(f"{name} cannot be read: {error}") from error
 
 
 def windows(tokenizer: Any, text: str, context: int, count: int | None = None) -> Tensor:
-    """Consecutive windows of `context` tokens that do not overlap: int64 [count, context]; what is left is dropped."""
+    """Consecutive windows of `context` tokens without overlap, int64 [count, context]; the remainder is dropped."""
     for name, number in (("context", context), ("count", count)):
         if number is not None and number < 1:
             raise TextError(f"{name} must be at least 1, got {number}.")
@@ -142,7 +152,7 @@ def windows(tokenizer: Any, text: str, context: int, count: int | None = None) -
 
 
 def token_pieces(tokenizer: Any, text: str) -> Iterator[Tensor]:
-    """The tokens of the text, some of them at a time."""
+    """The tokens of the text, piece by piece."""
     start = 0
     while start < len(text):
         end, following = _cut(tokenizer, text, start + PIECE)
@@ -151,18 +161,18 @@ def token_pieces(tokenizer: Any, text: str) -> Iterator[Tensor]:
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    # Not verbose: longer than the model's context is what we mean it to be.
+    # Not verbose: transformers would warn that a piece is longer than the model's context.
     try:
         numbers: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return numbers
-    except (AttributeError, KeyError, TypeError) as error:  # a setting of the wrong type, found only when it is used
+    except (AttributeError, KeyError, TypeError) as error:  # a wrong type in the tokenizer's file shows only here
         raise TextError(f"{type(tokenizer).__name__} cannot read text: {error}. Is its file damaged?") from error
 
 
 def _cut(tokenizer: Any, text: str, near: int) -> tuple[int, int]:
-    """Where a piece ends and the next begins, so that the pieces give the tokens of the whole.
+    """The end of a piece and the start of the next one, such that the pieces give the tokens of the whole text.
 
-    Tried between words. Tokenizers that put a space before every text want the one between them left out.
+    Tries cuts between words. For tokenizers that put a space before every text, the space between words is dropped.
     """
     if near >= len(text):
         return len(text), len(text)
@@ -177,36 +187,37 @@ def _cut(tokenizer: Any, text: str, near: int) -> tuple[int, int]:
 
 
 def split(windows: Tensor, calibration: int | None = None, evaluation: int | None = None) -> tuple[Tensor, Tensor]:
-    """Windows that calibrate and windows that evaluate: the first third and the rest, or as many as are named."""
+    """Windows for calibration and for evaluation: the first third and the rest, or these numbers of windows."""
     first = max(1, len(windows) // 3) if calibration is None else calibration
     rest = len(windows) - first if evaluation is None else evaluation
     if first < 1 or rest < 1 or first + rest > len(windows):
         raise TextError(
-            f"{len(windows)} windows do not part into {first} that calibrate and {max(rest, 1)} that evaluate."
+            f"{len(windows)} windows cannot be split into {first} for calibration and {max(rest, 1)} for evaluation."
             " Give a longer text, a shorter context, or smaller numbers, each at least 1."
         )
     return windows[:first], windows[first : first + rest]
 
 
 def check_apart(calibration: Tensor, evaluation: Tensor) -> None:
-    """Refuse windows that share text: one that lies anywhere in the consecutive windows of the other side."""
+    """Refuse windows of one side that occur anywhere in the text of the other side."""
     for some, others, name in ((calibration, evaluation, "calibration"), (evaluation, calibration, "evaluation")):
         shared = _within(some.cpu(), others.cpu().flatten())
         if shared:
             raise TextError(
-                f"{len(shared)} of {len(some)} {name} windows are in the other text too, the first of them window"
-                f" {shared[0]}. A text that chose the mask flatters it: give two that share nothing, or one to split()."
+                f"{len(shared)} of {len(some)} {name} windows are in the other text too, the first is window"
+                f" {shared[0]}. A mask looks better on the text that chose it: give two texts that share nothing, or"
+                " one to split()."
             )
 
 
 def _within(rows: Tensor, tokens: Tensor) -> list[int]:
-    """Which rows occur in the tokens, at any offset: found by their hashes, then compared."""
+    """The rows that occur in the tokens at any offset, found by hash and then compared."""
     context = rows.shape[1]
     places = tokens.numel() - context + 1
     if places < 1 or not len(rows):
         return []
     powers = torch.full((tokens.numel(),), BASE, dtype=torch.int64).cumprod(0)
-    # A hash is the sum of token times BASE^place, modulo 2^64; dividing by BASE^start makes it the same at any start.
+    # The hash is the sum of token times BASE^place, modulo 2^64; dividing by BASE^start makes it independent of start.
     sums = torch.nn.functional.pad((tokens + 1) * powers, (1, 0)).cumsum(0)
     inverse = pow(BASE, -1, 1 << 64)
     back = torch.full((places,), inverse - (inverse >> 63 << 64), dtype=torch.int64).cumprod(0)
@@ -222,7 +233,7 @@ def _within(rows: Tensor, tokens: Tensor) -> list[int]:
 
 
 VOCABULARY = 256  # a token is a byte
-HELD_OUT = 12  # one file in so many
+HELD_OUT = 12  # one file in twelve is held out
 
 
 @dataclass(frozen=True)
@@ -235,7 +246,7 @@ class Corpus:
 
 
 def standard_library() -> Corpus:
-    """Every module of the running Python's standard library. Which files are held out depends on their names alone."""
+    """The modules of the running Python's standard library. A file is held out or not by its name alone."""
     root = Path(sysconfig.get_path("stdlib"))
     outside = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
     files = sorted(path for path in root.rglob("*.py") if not outside & set(path.relative_to(root).parts))

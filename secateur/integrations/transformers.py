@@ -1,9 +1,13 @@
-"""Models of Hugging Face: load, judge, save. Its libraries are imported when called, and not before."""
+"""Hugging Face models: load them, evaluate them on text, and save them with their masks.
+
+transformers, safetensors and lm_eval are imported when a function needs them.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +23,15 @@ from secateur.errors import DataError, ModelError, SecateurError, StateError, li
 from secateur.files import appearing
 from secateur.integrations import smollm2
 from secateur.integrations.text import check_apart, read_text, split, windows
-from secateur.oneshot.batches import IGNORED, check_ids, device_of, standard_loss, to_device
+from secateur.oneshot.batches import (
+    IGNORED,
+    check_ids,
+    device_of,
+    is_out_of_memory,
+    standard_loss,
+    to_device,
+    usable_device,
+)
 from secateur.selection.masks import pack, packed_bytes, unpack
 
 __all__ = [
@@ -40,32 +52,32 @@ __all__ = [
 EXTRA = '"secateur[hf]"'
 TOKENS = "input_ids"
 IN_PYTHON = "From Python: sc.prune(model, [{{{!r}: ..., 'labels': ...}}, ...]), then model.save_pretrained(FOLDER)."
-MASKED = 0.15  # share of the tokens that a masked language model is judged by
-POSITIONS = 128  # predictions judged at once: the softmax over a vocabulary is large
+MASKED = 0.15  # fraction of tokens masked to evaluate a masked language model
+POSITIONS = 128  # whose logits are converted to fp32 at once: those over a vocabulary are large
+MASKS = "masks.safetensors"
+OTHER_BYTES = 16 << 20  # allowed for tokenizer, configs and reports
 
 
 def load(
-    name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    name: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> tuple[Any, Any]:
     """A model in eval mode and its tokenizer, from a folder, from the hub, or "smollm2".
 
-    The dtype is that of the stored weights unless another is named.
+    The dtype is that of the stored weights by default. `device` is any torch device.
     """
-    if str(name) == "smollm2":
+    target = None if device is None else usable_device(device)
+    if os.fspath(name) == "smollm2":
         model, tokenizer = smollm2.load()
         model = model if dtype is None else model.to(dtype)
     else:
-        model, tokenizer = _pretrained(str(name), dtype)
-    try:
-        model = model if device is None else model.to(device)
-    except RuntimeError as error:  # no such device, or it is full
-        raise ModelError(f"{name} cannot be moved to {str(device)!r}: {error}") from error
+        model, tokenizer = _pretrained(os.fspath(name), dtype)
+    model = model if target is None else model.to(target)
     return model.eval(), tokenizer
 
 
 def _pretrained(name: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
     transformers = library("transformers", f"Loading {name}", EXTRA)
-    # The hub's names have one slash at most and never begin with a dot; all else can only be meant as a folder.
+    # Names on the hub have at most one slash and never start with a dot; anything else must be a folder.
     if not Path(name).is_dir() and (Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
         raise ModelError(f"There is no folder {name}. Give a folder, a name on the Hugging Face hub, or smollm2.")
     try:
@@ -74,20 +86,22 @@ def _pretrained(name: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
             name, dtype="auto" if dtype is None else dtype, output_loading_info=True
         )
         tokenizer = _tokenizer(transformers, name, model)
-    except Exception as error:  # of many kinds: no network, no such name, a file cut short, code we do not run
-        where = "" if Path(name).is_dir() else " (it is no folder here, so the Hugging Face hub was asked)"
+    except Exception as error:  # damaged files raise almost any type; tokenizers raises plain Exception
+        if is_out_of_memory(error):
+            raise
+        where = "" if Path(name).is_dir() else " (there is no such folder, so it was looked up on the Hugging Face hub)"
         raise ModelError(f"{name} cannot be loaded{where}: {_one_line(error)}") from error
     if missing := sorted(found["missing_keys"]):
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        warnings.warn(f"{name} lacks {len(missing)} tensors, which start at random: {shown}", stacklevel=3)
+        warnings.warn(f"{name} lacks {len(missing)} tensors, which are initialized at random: {shown}", stacklevel=3)
     return model, tokenizer
 
 
 def _tokenizer(transformers: Any, name: str, model: Any) -> Any:
-    """The model's tokenizer; None for a model that reads pictures or sound and has none."""
+    """The model's tokenizer; None for a model that reads images or audio and has none."""
     try:
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception:
+    except (OSError, ValueError, TypeError, KeyError):  # transformers raises any of these where files are missing
         if getattr(model, "main_input_name", TOKENS) == TOKENS:
             raise
         return None
@@ -98,7 +112,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _kind(transformers: Any, config: Any) -> Any:
-    """The class the model was saved from; where none is named, the first of three kinds that the model can be."""
+    """The class the model was saved from; if the config names none, the first auto class that fits."""
     for name in config.architectures or ():
         kind = getattr(transformers, name, None)
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
@@ -111,7 +125,7 @@ def _kind(transformers: Any, config: Any) -> Any:
 
 
 def check_context(model: nn.Module, context: int) -> None:
-    """Refuse a context beyond a table of positions; warn of one beyond what a model without a table was made for."""
+    """Refuse a context beyond a learned position table; without one, warn beyond `max_position_embeddings`."""
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     tables = [rows for name, module in model.named_modules() if (rows := _positions(name, module))]
     longest = min([*tables, *([limit] if limit else [])], default=context)
@@ -119,59 +133,61 @@ def check_context(model: nn.Module, context: int) -> None:
         return
     if tables:
         raise ModelError(
-            f"{type(model).__name__} has learned {longest:,} positions, and a context of {context:,} was asked for."
-            f" Ask for {longest:,} at most."
+            f"{type(model).__name__} has {longest:,} learned positions, and a context of {context:,} was asked for."
+            f" Use at most {longest:,}."
         )
     warnings.warn(
-        f"{type(model).__name__} was made for {longest:,} tokens; with {context:,} its perplexity may suffer.",
+        f"{type(model).__name__} was made for {longest:,} tokens; with {context:,} its perplexity may be worse.",
         stacklevel=2,
     )
 
 
 def _positions(name: str, module: nn.Module) -> int | None:
-    """How many positions this module has a row for; None when it is no table of positions."""
+    """The number of positions of a position table; None for other modules."""
     leaf = name.rpartition(".")[2]
     if not isinstance(module, nn.Embedding) or not (leaf == "wpe" or "position" in leaf or "pos_emb" in leaf):
         return None
-    unused = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa counts from after its padding
+    unused = (
+        0 if module.padding_idx is None else module.padding_idx + 1
+    )  # RoBERTa's positions start after the padding index
     return module.num_embeddings - unused
 
 
 def perplexity(
     model: nn.Module, windows: Tensor, *, batch: int = 1, progress: Callable[[int, int], None] | None = None
 ) -> float:
-    """exp of the mean cross entropy of every next token in every window. `progress` is told windows done and in all."""
+    """exp of the mean cross entropy of every next token in every window. Calls `progress(done, total)` with windows."""
     if windows.ndim != 2 or not len(windows) or windows.shape[1] < 2 or batch < 1:
         raise ModelError(
             f"Perplexity needs windows [count, context] of two tokens or more and a batch of 1 or more; got"
             f" {list(windows.shape)} and {batch}."
         )
     if _is_masked(model) or _is_encoder_decoder(model):
-        raise ModelError(f"{type(model).__name__} sees the tokens it would predict; perplexity needs a causal model.")
+        raise ModelError(f"{type(model).__name__} sees the tokens that it predicts; perplexity needs a causal model.")
     check_context(model, windows.shape[1])
     check_ids(model, [windows])
-    # A cache of keys and values would be made for each window and never used.
+    # A key-value cache would be built for each window and never used.
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     device, total, done = next(model.parameters()).device, 0.0, 0
-    with _judged(model):
+    with _evaluating(model):
         for part in windows.split(batch):
             tokens = part.to(device)
             total += _loss(model, model(tokens, **options), tokens)
             done += len(part)
             if progress is not None:
                 progress(done, len(windows))
-    # By torch: exp of a ruined model's loss is infinity there and an error in math.
+    # torch's exp of a huge loss is inf; that of math raises.
     return torch.tensor(total / (len(windows) * (windows.shape[1] - 1)), dtype=torch.float64).exp().item()
 
 
 @dataclass(frozen=True)
 class Task:
-    """How windows of text calibrate and judge a model of one kind."""
+    """How windows of text calibrate and evaluate one kind of model."""
 
-    measure: str  # the name of the figure
-    how: str  # what is added to it
-    batches: Callable[[Tensor, int], list[Any]]  # of windows, so many at a time
-    judge: Callable[..., float]  # of a model, windows, batch=... and progress=...
+    measure: str  # the name of the metric
+    how: str  # details of the metric
+    batches: Callable[[Tensor, int], list[Any]]  # from windows and a batch size
+    judge: Callable[..., float]  # the metric of (model, windows, batch=..., progress=...)
 
 
 def task_for(model: nn.Module, tokenizer: Any) -> Task:
@@ -179,9 +195,7 @@ def task_for(model: nn.Module, tokenizer: Any) -> Task:
     kind, reads = type(model).__name__, getattr(model, "main_input_name", TOKENS)
     if tokenizer is None or not _writes_text(model):
         how = IN_PYTHON.format(reads if isinstance(reads, str) else TOKENS)
-        raise ModelError(
-            f"{kind} needs labelled examples, which the command line has none of: it prunes by text. {how}"
-        )
+        raise ModelError(f"{kind} needs labelled examples, and the command line only has text to calibrate with. {how}")
     if _is_encoder_decoder(model):
         return _by_own_loss("loss", ", second half of each window from the first", _halves)
     if _is_masked(model):
@@ -201,8 +215,8 @@ def _is_masked(model: nn.Module) -> bool:
 
 
 def _writes_text(model: nn.Module) -> bool:
-    """Whether the model predicts tokens: its kind is known for it, or it has a layer that makes them."""
-    auto = library("transformers.models.auto.modeling_auto", "Judging a model", EXTRA)
+    """Whether the model predicts tokens: it is a causal language model, or has output embeddings."""
+    auto = library("transformers.models.auto.modeling_auto", "Evaluating a model", EXTRA)
     ask = getattr(model, "get_output_embeddings", None)
     return type(model).__name__ in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or (
         callable(ask) and ask() is not None
@@ -224,7 +238,7 @@ def _by_own_loss(measure: str, how: str, make: Callable[[Tensor], dict[str, Tens
 
 
 def _halves(windows: Tensor) -> dict[str, Tensor]:
-    """What an encoder reads and what a decoder is to write."""
+    """Inputs of the encoder and labels of the decoder: the two halves of every window."""
     if windows.shape[1] < 2:
         raise ModelError("An encoder-decoder needs windows of two tokens or more; ask for a longer context.")
     given = windows.shape[1] - windows.shape[1] // 2
@@ -232,7 +246,7 @@ def _halves(windows: Tensor) -> dict[str, Tensor]:
 
 
 def _masked(token: int, windows: Tensor) -> dict[str, Tensor]:
-    """Windows with some tokens masked, always the same ones; labels are the tokens there."""
+    """Windows with a fixed choice of tokens masked; the labels are those tokens."""
     count = max(1, round(MASKED * windows.shape[1]))
     order = torch.rand(windows.shape, generator=torch.Generator().manual_seed(0), device="cpu").argsort(1)
     hidden = (order < count).to(windows.device)
@@ -242,11 +256,11 @@ def _masked(token: int, windows: Tensor) -> dict[str, Tensor]:
 def _mean_loss(
     model: nn.Module, batches: Sequence[dict[str, Tensor]], windows: int, progress: Callable[[int, int], None] | None
 ) -> float:
-    """The model's own loss, as a mean over all labels."""
+    """The mean of the model's own loss over all labels."""
     check_context(model, batches[0][TOKENS].shape[1])
     check_ids(model, batches)
     device, total, labels, done = device_of(model), 0.0, 0, 0
-    with _judged(model):
+    with _evaluating(model):
         for batch in batches:
             count = int((batch["labels"] != IGNORED).sum())
             total += standard_loss(model, to_device(batch, device)).item() * count
@@ -257,10 +271,10 @@ def _mean_loss(
 
 
 def _loss(model: nn.Module, answer: Any, tokens: Tensor) -> float:
-    """Cross entropy of the next tokens, summed in fp32 over a few positions at a time."""
+    """Sum of the next-token cross entropy in fp32, a few positions at a time."""
     logits = answer if isinstance(answer, Tensor) else getattr(answer, "logits", None)
     if logits is None or logits.shape[:-1] != tokens.shape:
-        raise ModelError(f"{type(model).__name__} does not predict a token at every place: it has no perplexity.")
+        raise ModelError(f"{type(model).__name__} does not predict a token at every position: it has no perplexity.")
     total = 0.0
     for start in range(0, tokens.shape[1] - 1, POSITIONS):
         wanted = tokens[:, start + 1 : start + 1 + POSITIONS]
@@ -271,19 +285,21 @@ def _loss(model: nn.Module, answer: Any, tokens: Tensor) -> float:
 
 @contextmanager
 def reading(model: nn.Module) -> Iterator[None]:
-    """Inside, whatever goes wrong in a model that is given text is an error that says so in one line."""
+    """Turns errors that a model raises on text into a ModelError of one line; lack of memory stays what it is."""
     try:
         yield
-    except (SecateurError, torch.OutOfMemoryError):
+    except SecateurError:
         raise
-    except Exception as error:  # of many kinds: a foreign model's own code
-        said = f"{type(model).__name__} cannot read windows of text: {_one_line(error)}"
-        raise ModelError(f"{said}. {IN_PYTHON.format(TOKENS)}") from error
+    except Exception as error:  # a model that needs other inputs than text raises almost any type
+        if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
+            raise
+        message = f"{type(model).__name__} cannot read windows of text: {_one_line(error)}"
+        raise ModelError(f"{message}. {IN_PYTHON.format(TOKENS)}") from error
 
 
 @contextmanager
-def _judged(model: nn.Module) -> Iterator[None]:
-    """In eval mode and without gradients; afterwards every module is in the mode it was in."""
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; restores every module's mode."""
     training = [module for module in model.modules() if module.training]
     try:
         with torch.no_grad():
@@ -297,12 +313,12 @@ def _judged(model: nn.Module) -> Iterator[None]:
 def lm_eval(
     model: nn.Module, tokenizer: Any, tasks: Sequence[str], limit: int | None = None, batch: int = 1
 ) -> dict[str, float]:
-    """Tasks of EleutherAI's harness, as {"task metric": value}; `limit` questions of each, or all."""
+    """Results of tasks of EleutherAI's harness as {"task metric": value}, on the first `limit` questions of each."""
     harness = library("lm_eval", "Running tasks", "lm_eval")
     wrapped = library("lm_eval.models.huggingface", "Running tasks", "lm_eval").HFLM(
         pretrained=model, tokenizer=tokenizer, batch_size=batch
     )
-    with _judged(model):
+    with _evaluating(model):
         found = harness.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, log_samples=False)
     return {
         f"{task} {metric.removesuffix(',none')}": float(value)
@@ -312,21 +328,17 @@ def lm_eval(
     }
 
 
-EXTRA = '"secateur[hf]"'
-MASKS = "masks.safetensors"
-OTHERS = 16 << 20  # bytes to allow for tokenizer, settings and reports
-
-
 def save(
     model: Any,
     tokenizer: Any,
-    folder: str | Path,
+    folder: str | os.PathLike[str],
     masks: Mapping[str, Tensor],
     report_texts: Mapping[str, str],
     *,
     overwrite: bool = False,
 ) -> Path:
-    """Write model, tokenizer, masks (a bit a weight) and reports ({file name: text}); the folder appears when whole."""
+    """Write the model, tokenizer, masks (one bit per weight) and reports ({file name: text}) to a folder, which appears
+    only when it is complete."""
     files = library("safetensors.torch", "Saving masks", EXTRA)
     folder = Path(folder).absolute()
     check_free(folder, overwrite)
@@ -345,8 +357,8 @@ def save(
     return folder
 
 
-def load_masks(folder: str | Path) -> dict[str, Tensor]:
-    """The masks that `save` wrote, as bools: True is kept."""
+def load_masks(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The bool masks that `save` wrote; True is kept."""
     files = library("safetensors", "Reading masks", EXTRA)
     path = Path(folder) / MASKS
     if not path.is_file():
@@ -358,7 +370,7 @@ def load_masks(folder: str | Path) -> dict[str, Tensor]:
     except (files.SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
         raise StateError(f"{path} does not hold masks: {error!r}. Save the model again.") from error
     if not isinstance(shapes, dict) or not all(map(_is_shape, shapes.values())):
-        raise StateError(f"{path} does not hold masks: its shapes are no lists of sizes. Save the model again.")
+        raise StateError(f"{path} does not hold masks: its shapes are not lists of sizes. Save the model again.")
     wrong = [name for name in packed if name not in shapes or not _fits(packed[name], shapes[name])]
     if wrong or shapes.keys() != packed.keys():
         odd = sorted({*wrong, *(shapes.keys() ^ packed.keys())})
@@ -371,22 +383,26 @@ def _is_shape(shape: Any) -> bool:
 
 
 def _fits(packed: Tensor, shape: Sequence[int]) -> bool:
-    """Whether these are the bits of a mask of this shape."""
+    """Whether this can be the packed mask of a weight of this shape."""
     rows = packed.ndim == 2 and packed.shape[0] == shape[0]
     return packed.dtype == torch.uint8 and rows and packed.numel() == packed_bytes(shape)
 
 
 def saved_bytes(model: nn.Module) -> int:
-    """About what `save` will write: the weights as they are, a mask of a bit a weight, a tokenizer and reports."""
+    """An estimate of the bytes that `save` writes: weights, masks of one bit per weight, tokenizer and reports."""
     weights = [*model.parameters(), *model.buffers()]
-    return sum(weight.nbytes + weight.numel() // 8 for weight in weights) + OTHERS
+    return sum(weight.nbytes + weight.numel() // 8 for weight in weights) + OTHER_BYTES
 
 
 def check_free(
-    folder: Path, overwrite: bool, what: str = "model", signs: Sequence[str] = ("config.json", "*model*")
+    folder: str | os.PathLike[str],
+    overwrite: bool,
+    what: str = "model",
+    signs: Sequence[str] = ("config.json", "*model*"),
 ) -> None:
-    """Refuse what is no folder, what would be lost unasked, and what is not such a thing by the files all have."""
-    error = ModelError if what == "model" else DataError
+    """Refuse to write to a file, to a folder that is not empty (unless `overwrite`), and to overwrite a folder without
+    the files that mark a `what`."""
+    folder, error = Path(folder), ModelError if what == "model" else DataError
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -394,8 +410,8 @@ def check_free(
     if not any(folder.iterdir()):
         return
     if not overwrite:
-        raise error(f"{folder} is not empty. Name another folder, or say overwrite=True (--overwrite).")
-    if not all(any(path.is_file() for path in folder.glob(sign)) for sign in signs):  # a home folder, say, or a run's
+        raise error(f"{folder} is not empty. Name another folder, or pass overwrite=True (--overwrite).")
+    if not all(any(path.is_file() for path in folder.glob(sign)) for sign in signs):  # such as a home folder
         raise error(f"{folder} holds something other than a {what} and is not overwritten. Name another folder.")
 
 
@@ -403,7 +419,7 @@ def _check_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, mask in masks.items():
         if name not in shapes:
-            raise StateError(f"There is a mask for {name!r}, which is no parameter of {type(model).__name__}.")
+            raise StateError(f"There is a mask for {name!r}, which is not a parameter of {type(model).__name__}.")
         if mask.dtype != torch.bool or mask.shape != shapes[name]:
             raise StateError(
                 f"The mask of {name!r} is {mask.dtype} {list(mask.shape)}; it must be torch.bool {list(shapes[name])}."

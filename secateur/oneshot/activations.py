@@ -1,7 +1,7 @@
-"""What weights are multiplied with: norms of input features (WANDA), and the products X^T X of reconstruction.
+"""Input activations of weights: norms of input features (WANDA) and the products X^T X (reconstruction).
 
-Intercepts matmuls instead of hooking module types. So linear layers, convolutions, transformers' Conv1D, fused
-projections and stacked experts need no names and no classes. Positions that the batch marks as padding are left out.
+Intercepts matmuls instead of hooking module types, so linear layers, convolutions, transformers' Conv1D, fused
+projections and stacked experts all work without a list of classes. Padded positions are left out.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from secateur.errors import FactError
 from secateur.model.distributed import SOLO, Ranks
 from secateur.model.prunable import Prunable
-from secateur.oneshot.batches import Batch, device_of, quiet, real_positions, to_device
+from secateur.oneshot.batches import Batch, device_of, eval_mode, padding_masks, to_device
 
-# Where an operation takes its two factors. `linear` contracts the last dimension of both, all others the last of the
+# Positions of an operation's two factors. `linear` contracts the last dimension of both, all others the last of the
 # left factor with the last but one of the right factor.
 PRODUCTS: dict[Any, tuple[int, int]] = {
     torch.nn.functional.linear: (0, 1),
@@ -36,10 +36,10 @@ PRODUCTS: dict[Any, tuple[int, int]] = {
     torch.baddbmm: (1, 2),
 }
 LINEAR = (torch.nn.functional.linear, torch.ops.aten.linear.default)
-# What these do inside is only seen below autograd.
+# Their matmuls can only be seen below autograd, at the dispatch level.
 ATTENTION = nn.functional.multi_head_attention_forward
 COMPOSED = (ATTENTION, torch.einsum)
-LOWER_PRODUCTS: dict[Any, tuple[int, int]] = {
+DISPATCH_PRODUCTS: dict[Any, tuple[int, int]] = {
     torch.ops.aten.addmm.default: (1, 2),
     torch.ops.aten.mm.default: (0, 1),
     torch.ops.aten.bmm.default: (0, 1),
@@ -48,162 +48,163 @@ LOWER_PRODUCTS: dict[Any, tuple[int, int]] = {
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 CONVOLUTION_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 NAMES = ("input", "weight", "mat1", "mat2", "batch1", "batch2", "other")
-SELECTIONS = (torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select)  # how tokens go to an expert
-# Functions that ask a tensor about itself and do not compute with its values.
-QUESTIONS = {"__get__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
+INDEXING = (torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select)  # how tokens go to an expert
+# Functions that read a tensor's metadata and do not compute with its values.
+METADATA = {"__get__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
+
+Calls = dict[str, list[Tensor]]  # the inputs of every weight, one tensor per call
 
 
-class Inputs(TorchFunctionMode):
-    """Inside a `with`, adds up what the weights of these sites are multiplied with.
+class InputStatistics(TorchFunctionMode):
+    """Inside a `with`, sums statistics of the inputs that the prunable weights are multiplied with.
 
-    `squares[site]` is the sum of squares of every input feature, `[matrices, features]` (a matrix for each expert or
-    group of a convolution), and `tokens[site]` how many inputs each matrix has had. With `products`, `products[site]`
-    is X^T X, `[matrices, features, features]`. `touched` names the sites that took part in any computation at all.
-    Each batch is summed by itself and added to the totals by `finish`, so that several ranks can add theirs in order.
+    By weight name: `squares` are sums of squares of every input feature, `[matrices, features]` (a matrix for each
+    expert or group of a convolution), `tokens` the number of inputs of each matrix, and, with `products`, `products`
+    are X^T X, `[matrices, features, features]`. `touched` names the weights that took part in any computation.
+    Each batch is summed separately and added to the totals by `finish_batch`, so that ranks add theirs in batch order.
     """
 
     def __init__(self, sites: Sequence[Prunable], products: bool = False) -> None:
         super().__init__()
         self.watch(sites)
         self._products = products
-        self._real: list[Tensor] = []
-        self._selected: Tensor | None = None  # of the rows that were last picked by index, which are no padding
+        self._padding: list[Tensor] = []
+        self._indexed: Tensor | None = None  # of the rows that were last indexed, which are not padding
         self.touched: set[str] = set()
         self.squares: dict[str, Tensor] = {}
         self.tokens: dict[str, Tensor] = {}
         self.products: dict[str, Tensor] = {}
         self._totals = {"squares": self.squares, "tokens": self.tokens, "products": self.products}
-        self._sums: dict[tuple[str, str], Tensor] = {}  # of the batch that is watched, by kind and site
+        self._sums: dict[tuple[str, str], Tensor] = {}  # of the current batch, by kind and weight
 
     def watch(self, sites: Sequence[Prunable]) -> None:
-        """Watch these from now on."""
+        """Record the inputs of these weights from now on."""
         self._watched = list(sites)
-        self._find()
+        self._index()
 
-    def batch(self, real: Sequence[Tensor]) -> None:
-        """Announce a batch: masks `[batch, positions]` that are False at padding, none where nothing is padded."""
-        self._real, self._selected = list(real), None
+    def start_batch(self, padding: Sequence[Tensor]) -> None:
+        """Start a batch with these masks `[batch, positions]`, False at padding; none if nothing is padded."""
+        self._padding, self._indexed = list(padding), None
 
-    def finish(self, ranks: Ranks, device: torch.device) -> None:
-        """Add the sums of the batch that was watched to the totals; with several ranks, those of every rank's batch."""
+    def finish_batch(self, ranks: Ranks, device: torch.device) -> None:
+        """Add the sums of this batch to the totals, and those of the other ranks' batches."""
         keys = [(kind, site.name) for kind in self._totals for site in self._watched]
-        found = [(number, self._sums[key]) for number, key in enumerate(keys) if key in self._sums]
+        sums = [(number, self._sums[key]) for number, key in enumerate(keys) if key in self._sums]
         self._sums = {}
 
-        def take(number: int, value: Tensor) -> None:
+        def add(number: int, value: Tensor) -> None:
             kind, name = keys[number]
             if name in self._totals[kind]:
                 self._totals[kind][name] += value
             else:
-                self._totals[kind][name] = value if ranks.size == 1 else value.clone()  # not a part of what was sent
+                self._totals[kind][name] = value if ranks.size == 1 else value.clone()  # not a view of the message
 
-        ranks.share("inputs", found, take, device)
+        ranks.share("inputs", sums, add, device)
 
-    def agree(self, ranks: Ranks) -> None:
-        """Have the same sites touched on every rank."""
-        self.touched |= self._anywhere(ranks, self.touched)
+    def sync(self, ranks: Ranks) -> None:
+        """Make `touched` the same on every rank."""
+        self.touched |= self._on_any_rank(ranks, self.touched)
 
-    def _anywhere(self, ranks: Ranks, names: Collection[str]) -> set[str]:
-        """Sites that are among these names on any rank."""
-        told = ranks.tell("sites", [number for number, site in enumerate(self._watched) if site.name in names])
-        return {self._watched[number].name for row in told for number in row}
+    def _on_any_rank(self, ranks: Ranks, names: Collection[str]) -> set[str]:
+        """Weights that are among these names on any rank."""
+        found = ranks.tell("sites", [number for number, site in enumerate(self._watched) if site.name in names])
+        return {self._watched[number].name for row in found for number in row}
 
-    def _find(self) -> None:
-        """Weights are known by where they lie in memory; several may share a storage."""
+    def _index(self) -> None:
+        """Index weights by the address of their storage, which several may share."""
         self._sites: dict[int, list[Prunable]] = {}
         for site in self._watched:
             self._sites.setdefault(site.parameter.untyped_storage().data_ptr(), []).append(site)
 
     def __enter__(self) -> Any:
-        self._find()  # they may have moved since
+        self._index()  # weights may have moved since
         return super().__enter__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in PRODUCTS:
-            given = [*args, *(kwargs[name] for name in NAMES if name in kwargs)]
-            self.see(func, *(given[place] for place in PRODUCTS[func]))
+            tensors = [*args, *(kwargs[name] for name in NAMES if name in kwargs)]
+            self.add_product(func, *(tensors[place] for place in PRODUCTS[func]))
         elif func in CONVOLUTIONS:
             named = dict(zip(CONVOLUTION_NAMES, args, strict=False)) | kwargs
             if (site := self._site(named["weight"])) is not None:
                 self.add(site, 0, _patches(named))
-        elif func in SELECTIONS and self._real:
-            self._select(*args, **kwargs)
-        if len(self.touched) < len(self._watched) and getattr(func, "__name__", "") not in QUESTIONS:
+        elif func in INDEXING and self._padding:
+            self._follow_indexing(*args, **kwargs)
+        if len(self.touched) < len(self._watched) and getattr(func, "__name__", "") not in METADATA:
             self._touch((*args, *kwargs.values()))
-        with self._below(func) if func in COMPOSED else nullcontext():
+        with self._dispatch_level(func) if func in COMPOSED else nullcontext():
             return func(*args, **kwargs)
 
     @contextmanager
-    def _below(self, func: Any) -> Iterator[None]:
-        """Watch below autograd. Attention of torch computes on [positions, batch, features] there."""
-        real = self._real
+    def _dispatch_level(self, func: Any) -> Iterator[None]:
+        """Intercept below autograd, where torch's attention computes on [positions, batch, features]."""
+        padding = self._padding
         try:
-            self._real = [mask.t() for mask in real] if func is ATTENTION else real
-            with _Lower(self):
+            self._padding = [mask.t() for mask in padding] if func is ATTENTION else padding
+            with _DispatchProducts(self):
                 yield
         finally:
-            self._real = real
+            self._padding = padding
 
-    def _touch(self, given: Sequence[Any]) -> None:
-        flat = [t for value in given for t in (value if isinstance(value, tuple | list) else [value])]
+    def _touch(self, arguments: Sequence[Any]) -> None:
+        flat = [t for value in arguments for t in (value if isinstance(value, tuple | list) else [value])]
         self.touched |= {site.name for tensor in flat if (site := self._site(tensor)) is not None}
 
     def _site(self, weight: Any) -> Prunable | None:
         if not isinstance(weight, Tensor):
             return None
-        weight = getattr(weight, "stands_for", weight)  # a copy that a ferry has made
+        weight = getattr(weight, "offloaded_from", weight)  # set on copies that block offload makes
         candidates = self._sites.get(_storage(weight), ())
-        begins = ((site, weight.storage_offset() - site.parameter.storage_offset()) for site in candidates)
-        return next((site for site, begin in begins if 0 <= begin < site.parameter.numel()), None)
+        offsets = ((site, weight.storage_offset() - site.parameter.storage_offset()) for site in candidates)
+        return next((site for site, offset in offsets if 0 <= offset < site.parameter.numel()), None)
 
-    def see(self, func: Any, left: Tensor, right: Tensor) -> None:
-        """A product, perhaps with the weight of a site, or of one or several of its experts, on either side."""
+    def add_product(self, func: Any, left: Tensor, right: Tensor) -> None:
+        """Record a matmul if a prunable weight, or some of its experts, is one of its factors."""
         if (site := self._site(right)) is not None and right.ndim > 1:
-            self._meet(site, left, right, -1 if func in LINEAR else -2)
+            self._add_inputs(site, left, right, -1 if func in LINEAR else -2)
         elif (site := self._site(left)) is not None and left.ndim > 1 and func not in LINEAR:
-            self._meet(site, right.mT if right.ndim > 1 else right, left, -1)
+            self._add_inputs(site, right.mT if right.ndim > 1 else right, left, -1)
 
-    def _meet(self, site: Prunable, inputs: Tensor, weight: Tensor, contracted: int) -> None:
-        """Inputs of a weight, along their last dimension; `contracted` is the dimension of the weight they meet."""
+    def _add_inputs(self, site: Prunable, inputs: Tensor, weight: Tensor, contracted: int) -> None:
+        """Record inputs whose last dimension is contracted with this dimension of the weight."""
         stacked, width = len(site.layout.rows) > 1, site.parameter.shape[site.layout.inputs]
         square = width == site.parameter.shape[site.layout.rows[-1]] > 1
-        turned = square and weight.stride(contracted) != site.parameter.stride(site.layout.inputs)
-        if inputs.shape[-1] != width or turned:
+        transposed = square and weight.stride(contracted) != site.parameter.stride(site.layout.inputs)
+        if inputs.shape[-1] != width or transposed:
             raise FactError(
-                f"{site.name!r} is multiplied with {inputs.shape[-1]} features along its outputs, not with the"
-                f" {width} inputs it is laid out for. Leave it out with skip=..., or use a score that reads gradients."
+                f"{site.name!r} is multiplied with {inputs.shape[-1]} features along its output dimension, not with its"
+                f" {width} inputs. Leave it out with skip=..., or use a score that reads gradients."
             )
         inputs = self._without_padding(site, inputs.detach())
         if stacked and weight.ndim == 3:
             self.add(site, 0, inputs.reshape(len(weight), -1, width))
             return
-        before = weight.storage_offset() - site.parameter.storage_offset()
-        self.add(site, before // site.parameter.stride(0) if stacked else 0, inputs.reshape(1, -1, width))
+        offset = weight.storage_offset() - site.parameter.storage_offset()
+        self.add(site, offset // site.parameter.stride(0) if stacked else 0, inputs.reshape(1, -1, width))
 
-    def _select(self, source: Any, *where: Any, **named: Any) -> None:
-        """Remember which rows an expert is given: some of `[batch x positions, features]`, picked by index."""
-        given = (*where, *named.values())
-        parts = [part for value in given for part in (value if isinstance(value, tuple) else [value])]
-        rows = [part for part in parts if isinstance(part, Tensor) and part.ndim == 1]
-        real = next((mask for mask in self._real if mask.numel() == source.shape[0]), None)
-        if real is not None and len(rows) == 1 and source.ndim == 2:
-            self._selected = real.flatten()[rows[0]]
+    def _follow_indexing(self, source: Any, *args: Any, **kwargs: Any) -> None:
+        """Remember which of the rows that an expert gets from `[batch x positions, features]` are not padding."""
+        values = [v for value in (*args, *kwargs.values()) for v in (value if isinstance(value, tuple) else [value])]
+        rows = [value for value in values if isinstance(value, Tensor) and value.ndim == 1]
+        mask = next((mask for mask in self._padding if mask.numel() == source.shape[0]), None)
+        if mask is not None and len(rows) == 1 and source.ndim == 2:
+            self._indexed = mask.flatten()[rows[0]]
 
     def _without_padding(self, site: Prunable, inputs: Tensor) -> Tensor:
-        """The inputs at real positions alone; all of them where they do not lie as the batch does."""
-        masks = self._real if "decoder" not in site.name else self._real[::-1]
-        for real in masks:
-            if inputs.ndim > 2 and inputs.shape[:2] == real.shape:
-                return inputs[real]
-            if inputs.ndim > 1 and inputs.shape[-2] == real.numel():
-                return inputs[..., real.flatten(), :]
-        if masks and self._selected is not None and inputs.ndim == 2 and len(inputs) == len(self._selected):
-            return inputs[self._selected]
+        """The inputs without padded positions; all of them if they are not laid out like the batch."""
+        masks = self._padding if "decoder" not in site.name else self._padding[::-1]
+        for mask in masks:
+            if inputs.ndim > 2 and inputs.shape[:2] == mask.shape:
+                return inputs[mask]
+            if inputs.ndim > 1 and inputs.shape[-2] == mask.numel():
+                return inputs[..., mask.flatten(), :]
+        if masks and self._indexed is not None and inputs.ndim == 2 and len(inputs) == len(self._indexed):
+            return inputs[self._indexed]
         return inputs
 
     def add(self, site: Prunable, first: int, inputs: Tensor) -> None:
-        """Add inputs as the product gets them (autocast rounds them first), with sums in fp32."""
+        """Add inputs in the dtype of the product (autocast rounds them first), with sums in fp32."""
         kind = inputs.device.type
         if torch.is_autocast_enabled(kind):
             inputs = inputs.to(torch.get_autocast_dtype(kind))
@@ -211,7 +212,7 @@ class Inputs(TorchFunctionMode):
             self._add(site, first, inputs)
 
     def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
-        """Add inputs, `[matrices, tokens, features]`, to those matrices of a site that begin at `first`."""
+        """Add inputs `[matrices, tokens, features]` to the matrices of a weight from `first` on."""
         matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else len(inputs)
         tokens = torch.full((len(inputs),), inputs.shape[1], dtype=torch.int64, device=inputs.device)
         self._sum("tokens", site, first, matrices, tokens)
@@ -220,7 +221,7 @@ class Inputs(TorchFunctionMode):
             self._sum("products", site, first, matrices, product_of(inputs, inputs))
 
     def _sum(self, kind: str, site: Prunable, first: int, matrices: int, value: Tensor) -> None:
-        """Add to what this batch has for the matrices of a site that begin at `first`, of so many."""
+        """Add to this batch's sum for the matrices from `first` on."""
         key = kind, site.name
         if key not in self._sums and len(value) == matrices:
             self._sums[key] = value
@@ -230,14 +231,14 @@ class Inputs(TorchFunctionMode):
         self._sums[key][first : first + len(value)] += value
 
     def reached(self, site: Prunable) -> Tensor:
-        """Of each matrix of a site, whether it had inputs. Of one that computed unseen, all count as reached."""
+        """For each matrix of a weight, whether it had inputs; True if it computed in a way that hides them."""
         matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else 1
         if site.name not in self.tokens:
             return torch.full((matrices,), site.name in self.touched, device=site.parameter.device)
         return (self.tokens[site.name] > 0)[:matrices]
 
     def norms(self, site: Prunable) -> Tensor:
-        """Norms of input features, expanded to the shape of the site's weight; zero if there were no inputs."""
+        """Norms of input features, expanded to the shape of the weight; zero if there were no inputs."""
         shape = site.parameter.shape
         if site.name not in self.squares:
             return torch.zeros((), dtype=torch.float32, device=site.parameter.device).expand(shape)
@@ -250,8 +251,8 @@ class Inputs(TorchFunctionMode):
         return grouped.reshape(shape) if len(root) > 1 else grouped[0].expand(shape)
 
 
-class Reach(Inputs):
-    """Only counts the inputs of each matrix."""
+class InputCounts(InputStatistics):
+    """Counts the inputs of each matrix, and nothing else."""
 
     def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
         matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else len(inputs)
@@ -259,33 +260,83 @@ class Reach(Inputs):
         self._sum("tokens", site, first, matrices, tokens)
 
 
+class ForwardDone(Exception):  # noqa: N818 - control flow, not an error
+    """Ends a forward pass whose remaining part is not needed."""
+
+
+class InputRecorder(InputStatistics):
+    """Keeps the inputs themselves, in the order of the calls."""
+
+    def __init__(self, sites: Sequence[Prunable]) -> None:
+        super().__init__(sites)
+        self.calls: Calls = {}
+
+    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
+        self.calls.setdefault(site.name, []).append(inputs.clone())
+
+
+class PairedInputs(InputStatistics):
+    """X^T X of some weights, and Z^T X with the inputs Z that the dense model has in the same calls."""
+
+    def __init__(self, sites: Sequence[Prunable]) -> None:
+        super().__init__(sites, products=True)
+        self.crosses: dict[str, Tensor] = {}
+        self._totals["crosses"] = self.crosses
+        self.unpaired: set[str] = set()  # called in another way than in the dense model, as experts are
+        self._batch_unpaired = False  # whether any was in the current batch
+        self._expected: Calls = {}
+        self._left = 0
+
+    def expect(self, dense: Mapping[str, Sequence[Tensor]]) -> None:
+        """Set the dense model's inputs for the next batch; once all are paired the forward pass may end."""
+        self._expected = {site.name: list(dense.get(site.name, ())) for site in self._watched}
+        self._left, self._batch_unpaired = sum(map(len, self._expected.values())), False
+
+    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
+        super()._add(site, first, inputs)
+        waiting = self._expected.get(site.name)
+        other = waiting.pop(0) if waiting else None
+        if other is None or other.shape != inputs.shape or len(site.layout.rows) > 1:
+            self.unpaired.add(site.name)
+            self._batch_unpaired = True
+        else:
+            self._sum("crosses", site, 0, len(inputs), product_of(other, inputs))
+        self._left -= 1
+        if self._left == 0 and not self._batch_unpaired:  # decided per batch: ranks do not see each other's
+            raise ForwardDone
+
+    def sync(self, ranks: Ranks) -> None:
+        """Make `unpaired` the same on every rank."""
+        self.unpaired |= self._on_any_rank(ranks, self.unpaired)
+
+
 def _storage(tensor: Tensor) -> int:
-    """Where a tensor's memory begins; -1 for tensors without any of their own, such as sparse ones."""
+    """The address of a tensor's storage; -1 for tensors without one, such as sparse tensors."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -1
 
 
 def product_of(left: Tensor, right: Tensor) -> Tensor:
-    """L^T R of `[matrices, tokens, features]`, summed in fp32; a GPU multiplies 16-bit numbers as they are."""
+    """L^T R of `[matrices, tokens, features]` in fp32; CUDA multiplies 16-bit factors without a conversion."""
     if left.is_cuda and left.dtype == right.dtype != torch.float32:
         return torch.bmm(left.mT, right, out_dtype=torch.float32)
     return torch.bmm(left.float().mT, right.float())
 
 
-class _Lower(TorchDispatchMode):
-    """Watches products for an `Inputs` below the level at which it stands itself."""
+class _DispatchProducts(TorchDispatchMode):
+    """Passes matmuls at the dispatch level on to an `InputStatistics`."""
 
-    def __init__(self, above: Inputs) -> None:
+    def __init__(self, statistics: InputStatistics) -> None:
         super().__init__()
-        self._above = above
+        self._statistics = statistics
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in LOWER_PRODUCTS:
-            self._above.see(func, *(args[place] for place in LOWER_PRODUCTS[func]))
+        if func in DISPATCH_PRODUCTS:
+            self._statistics.add_product(func, *(args[place] for place in DISPATCH_PRODUCTS[func]))
         return func(*args, **(kwargs or {}))
 
 
 def _patches(named: Mapping[str, Any]) -> Tensor:
-    """What a convolution multiplies its kernels with: `[groups, positions, channels x extents]`."""
+    """The input patches of a convolution's kernels: `[groups, positions, channels x kernel size]`."""
     inputs, weight = named["input"].detach(), named["weight"].shape
     dims = len(weight) - 2
     stride, dilation = (_each(named.get(name, 1), dims) for name in ("stride", "dilation"))
@@ -300,7 +351,7 @@ def _patches(named: Mapping[str, Any]) -> Tensor:
     for dim in range(dims):
         windows = windows.unfold(2 + dim, reach[dim] + 1, stride[dim])
         windows = windows[..., :: dilation[dim]]
-    # [batch, channels, *positions, *extents] to [groups, batch x positions, channels of a group x extents]
+    # [batch, channels, *positions, *kernel] to [groups, batch x positions, channels of a group x kernel]
     order = [1, 0, *range(2, 2 + dims), *range(2 + dims, 2 + 2 * dims)]
     windows = windows.permute(order).unflatten(0, (groups, -1)).movedim(1, 2 + dims)
     return windows.reshape(groups, -1, windows.shape[2 + dims :].numel())
@@ -313,32 +364,32 @@ def _each(value: Any, dims: int) -> list[int]:
 def gather_inputs(
     model: nn.Module,
     batches: Sequence[Batch],
-    watch: Inputs,
-    *,
+    statistics: InputStatistics,
     forward: Callable[[nn.Module, Batch], Any],
     device: torch.device | None = None,
     tick: Callable[[], None] = lambda: None,
     ranks: Ranks = SOLO,
 ) -> None:
-    """One forward pass for every batch, watched. Each of the `ranks` takes its share of the batches."""
+    """Record the inputs of one forward pass per batch; ranks share the batches."""
     device = device or device_of(model)
-    with quiet(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         for turn in range(ranks.turns(len(batches))):
             for number in ranks.mine(len(batches))[turn : turn + 1]:
                 batch = to_device(batches[number], device)
-                watch.batch(real_positions(model, batch))
-                with watch:
+                statistics.start_batch(padding_masks(model, batch))
+                with statistics:
                     forward(model, batch)
-            watch.finish(ranks, device)
+            statistics.finish_batch(ranks, device)
             tick()
-    watch.agree(ranks)
+    statistics.sync(ranks)
 
 
-def check_seen(watch: Inputs, sites: Collection[Prunable]) -> None:
-    """Refuse sites that compute in a way whose inputs cannot be seen. Those that did not compute at all may pass."""
-    hidden = [site.name for site in sites if site.name not in watch.squares and site.name in watch.touched]
+def check_seen(statistics: InputStatistics, sites: Collection[Prunable]) -> None:
+    """Refuse weights that took part in a computation without a matmul or convolution that shows their inputs."""
+    squares, touched = statistics.squares, statistics.touched
+    hidden = [site.name for site in sites if site.name not in squares and site.name in touched]
     if hidden:
         raise FactError(
-            f"The inputs of {', '.join(map(repr, hidden[:3]))} cannot be seen: they compute, but by no matmul or"
-            " convolution that can be followed. Leave them out with skip=..., or use a score that reads gradients."
+            f"The inputs of {', '.join(map(repr, hidden[:3]))} cannot be seen: they are used, but in no matmul or"
+            " convolution that can be intercepted. Leave them out with skip=..., or use a score that reads gradients."
         )

@@ -1,7 +1,7 @@
-"""Calibration: what a few batches of data tell about the weights of a trained model.
+"""Calibration batches: take them once, move them, compute a loss, and run the model without side effects.
 
-Batches are drawn once, so that everything that is compared has seen the same data. While the model is asked, dropout is
-off and normalisation frozen; afterwards modes, gradients and flags are as they were, whatever happened.
+Batches are taken once, so everything that is compared sees the same data. During calibration dropout is off and
+normalization statistics are frozen; modes, gradients and `requires_grad` flags are restored afterwards, also on errors.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from secateur.selection.exact import sent
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
 
-LOGITS = 1 << 25  # that are taken to fp32 at a time: those of a large vocabulary would take more room than the model
-IGNORED = -100  # the target that is none, as torch has it
+LOGITS_AT_ONCE = 1 << 25  # converted to fp32 together: with a large vocabulary, all of them would outgrow the model
+IGNORED = -100  # torch's target for positions without a label
 AS_MAPPINGS = "Give batches as mappings, {'input_ids': ..., 'labels': ...}, or pass loss=..."
-# What transformers' models are told while they are watched: no keys and values kept for generation, which would take
-# room and make a second run of a block see the first; and experts one after another, so that their inputs are seen.
-WATCHABLE = {"use_cache": False, "_experts_implementation": "eager"}
+# Set in transformers' configs during calibration. A key-value cache takes memory and makes a second run of a block see
+# the first one; experts that run one by one show their inputs.
+CALIBRATION_CONFIG = {"use_cache": False, "_experts_implementation": "eager"}
 
 
-def draw(batches: Iterable[Batch] | Tensor, limit: int | None = None) -> list[Batch]:
-    """The batches of one call, taken once. A tensor of token ids is taken row by row."""
-    drawn = list(batches.split(1)[:limit]) if isinstance(batches, Tensor) else list(islice(batches, limit))
-    if not drawn:
+def take_batches(batches: Iterable[Batch] | Tensor, limit: int | None = None) -> list[Batch]:
+    """The first `limit` batches (all by default) as a list. A tensor of token ids is split into its rows."""
+    taken = list(batches.split(1)[:limit]) if isinstance(batches, Tensor) else list(islice(batches, limit))
+    if not taken:
         raise FactError("There are no batches to calibrate with. Pass a loader, a list of batches or a tensor of ids.")
-    return drawn
+    return taken
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors on the device, whatever holds them."""
+    """The batch with every tensor in its (nested) containers moved to the device."""
     if isinstance(batch, Tensor):
         return sent(batch, device)
     if isinstance(batch, Mapping):
@@ -50,18 +50,19 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def standard_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss that is meant when none is given.
+    """The default loss, chosen by the type of the batch.
 
-    A mapping is what a Hugging Face model takes, labels among it. Integers are token ids, each to be predicted from
-    those before it. A pair is inputs and targets: cross entropy for integer targets, squared error for others.
+    A mapping is passed to a Hugging Face model, which computes the loss from its labels. A tensor of integers holds
+    token ids and gives the next-token cross entropy. A pair is (inputs, targets): cross entropy for integer targets,
+    mean squared error for others.
     """
     if isinstance(batch, Mapping):
-        found = getattr(model(**batch), "loss", None)
-        if found is None:
+        loss = getattr(model(**batch), "loss", None)
+        if loss is None:
             raise FactError("The model returned no loss for this batch. Put labels into it, or pass loss=...")
-        return torch.as_tensor(found)
+        return torch.as_tensor(loss)
     if isinstance(batch, Tensor) and not batch.is_floating_point():
-        return _next_tokens(model, batch)
+        return _next_token_loss(model, batch)
     if isinstance(batch, tuple | list) and len(batch) == 2:
         outputs, targets = logits_of(model(batch[0])), batch[1]
         compare = nn.functional.mse_loss if targets.is_floating_point() else cross_entropy
@@ -73,19 +74,71 @@ def standard_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def run_model(model: nn.Module, batch: Batch) -> Any:
-    """The model's output for a batch; no loss, so no labels or targets are needed."""
+    """The model's output for a batch, without a loss, so labels and targets are not needed."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, Tensor) and not batch.is_floating_point():
-        _check_one_side(model)
+        _refuse_encoder_decoder(model)
     return model(batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
 
 
-def real_positions(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """Masks `[batch, positions]` of what is not padding, one for each sequence the batch holds; none if all is real.
+def _next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross entropy of every token given the tokens before it."""
+    _refuse_encoder_decoder(model)
+    logits = logits_of(model(tokens))
+    if logits.ndim != 3 or logits.shape[:2] != tokens.shape:
+        raise FactError(
+            f"{type(model).__name__} returns {list(logits.shape)} for token ids {list(tokens.shape)}: not a prediction"
+            f" at every position. {AS_MAPPINGS}"
+        )
+    return cross_entropy(logits[:, :-1], tokens[:, 1:])
 
-    An attention mask tells. Without one, a causal language model's labels do: what follows the last label of a row has
-    no part in the loss and nothing real attends to it. A prompt without labels is real.
+
+def _refuse_encoder_decoder(model: nn.Module) -> None:
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise FactError(f"{type(model).__name__} is an encoder-decoder: token ids alone have no target. {AS_MAPPINGS}")
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in a model's output: its `logits`, the first element of a tuple, or the output itself."""
+    found = getattr(output, "logits", output[0] if isinstance(output, tuple | list) else output)
+    return torch.as_tensor(found)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy in fp32. Classes are the last dimension, or the second for images."""
+    if logits.ndim != 4 and logits.ndim == targets.ndim + 1 and logits.shape[:-1] == targets.shape:
+        logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    if logits.ndim != 2 or logits.numel() <= LOGITS_AT_ONCE:
+        return nn.functional.cross_entropy(logits.float(), targets)
+    rows = max(1, LOGITS_AT_ONCE // logits.shape[1])
+    chunks = zip(logits.split(rows), targets.split(rows), strict=True)
+    total = sum(checkpoint(_summed, *chunk, use_reentrant=False) for chunk in chunks)
+    return torch.as_tensor(total) / (targets != IGNORED).sum()
+
+
+def _summed(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORED)
+
+
+def in_bf16(loss: Loss) -> Loss:
+    """The same loss under bf16 autocast: several times faster on a GPU, with errors far below the noise of a batch."""
+
+    def measured(model: nn.Module, batch: Batch) -> Tensor:
+        # The batch's device, not the model's: offloaded blocks compute where the batch is.
+        tensor = first_tensor_in(batch)
+        device = device_of(model) if tensor is None else tensor.device
+        with torch.autocast(device.type, torch.bfloat16):
+            return loss(model, batch)
+
+    return measured
+
+
+def padding_masks(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """Masks `[batch, positions]`, False at padding, one for each sequence in the batch; empty if nothing is padded.
+
+    Read from attention masks. Without one, a causal language model's labels tell: positions after the last label of a
+    row do not affect the loss. A prompt without labels counts as text.
     """
     if not isinstance(batch, Mapping):
         return []
@@ -98,31 +151,12 @@ def real_positions(model: nn.Module, batch: Batch) -> list[Tensor]:
     return masks if any(not bool(mask.all()) for mask in masks) else []
 
 
-def _next_tokens(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross entropy of every token given those before it."""
-    _check_one_side(model)
-    logits = logits_of(model(tokens))
-    if logits.ndim != 3 or logits.shape[:2] != tokens.shape:
-        raise FactError(
-            f"{type(model).__name__} gives {list(logits.shape)} for token ids {list(tokens.shape)}: not a prediction at"
-            f" every place. {AS_MAPPINGS}"
-        )
-    return cross_entropy(logits[:, :-1], tokens[:, 1:])
-
-
-def _check_one_side(model: nn.Module) -> None:
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise FactError(
-            f"{type(model).__name__} is an encoder-decoder: token ids alone give it no target. {AS_MAPPINGS}"
-        )
-
-
 def check_ids(model: nn.Module, batches: Iterable[Batch]) -> None:
-    """Refuse token ids beyond the model's embedding; they would be an index error, or end a CUDA process."""
+    """Refuse token ids beyond the embedding: they would raise an IndexError, or abort a CUDA process."""
     ask = getattr(model, "get_input_embeddings", None)
     try:
         table = ask() if callable(ask) else None
-    except Exception:  # a foreign model's own method
+    except NotImplementedError:  # transformers raises it for models without an embedding
         return
     if not isinstance(table, nn.Embedding):
         return
@@ -137,112 +171,91 @@ def check_ids(model: nn.Module, batches: Iterable[Batch]) -> None:
 
 
 def _ids_in(batch: Batch) -> Tensor | None:
-    """The token ids of a batch of text. Pictures and sound among them may have ids of their own."""
+    """The token ids of a text batch; None with images or audio, whose placeholders may have other ids."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-    parts = batch.values() if isinstance(batch, Mapping) else [batch]
-    if any(isinstance(part, Tensor) and part.is_floating_point() for part in parts):
+    values = batch.values() if isinstance(batch, Mapping) else [batch]
+    if any(isinstance(value, Tensor) and value.is_floating_point() for value in values):
         return None
     return ids if isinstance(ids, Tensor) and ids.numel() else None
 
 
-def in_bf16(loss: Loss) -> Loss:
-    """The same loss with products in bf16, as autocast has them: several times as fast on a GPU, and far finer than
-    what one batch tells of all text."""
-
-    def measured(model: nn.Module, batch: Batch) -> Tensor:
-        with torch.autocast(kind_of_device(model, batch), torch.bfloat16):
-            return loss(model, batch)
-
-    return measured
-
-
-def kind_of_device(model: nn.Module, batch: Batch) -> str:
-    """Where a batch is, which is where it will be computed, wherever the model lives."""
-    found = first_in(batch)
-    return (device_of(model) if found is None else found.device).type
-
-
-def first_in(batch: Batch) -> Tensor | None:
-    """The first tensor in a batch, which is what the model reads."""
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
-    return next((part for part in parts if isinstance(part, Tensor)), None)
+def first_tensor_in(batch: Batch) -> Tensor | None:
+    """The first tensor in a batch, which is the model's input."""
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
+    return next((value for value in values if isinstance(value, Tensor)), None)
 
 
 def tensors_in(batch: Batch) -> Iterator[Tensor]:
-    """Every tensor in a batch, whatever holds it."""
+    """Every tensor in a batch, also in nested containers."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping | tuple | list):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from tensors_in(part)
-
-
-@contextmanager
-def halved(model: nn.Module) -> Iterator[None]:
-    """Inside, fp32 parameters are rounded to bf16, so that what lies between products is half as large too; afterwards
-    they are the tensors they were."""
-    homes = [(p, p.data) for p in model.parameters() if p.dtype == torch.float32]
-    try:
-        for parameter, home in homes:
-            parameter.data = home.to(torch.bfloat16)
-        yield
-    finally:
-        for parameter, home in homes:
-            parameter.data = home
-
-
-def logits_of(output: Any) -> Tensor:
-    """The logits in whatever a model returns."""
-    found = getattr(output, "logits", output[0] if isinstance(output, tuple | list) else output)
-    return torch.as_tensor(found)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over all predictions; classes are last, or, in pictures, second."""
-    if logits.ndim != 4 and logits.ndim == targets.ndim + 1 and logits.shape[:-1] == targets.shape:
-        logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    if logits.ndim != 2 or logits.numel() <= LOGITS:
-        return nn.functional.cross_entropy(logits.float(), targets)
-    rows = max(1, LOGITS // logits.shape[1])
-    parts = zip(logits.split(rows), targets.split(rows), strict=True)
-    total = sum(checkpoint(_summed, *part, use_reentrant=False) for part in parts)
-    return torch.as_tensor(total) / (targets != IGNORED).sum()
-
-
-def _summed(logits: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORED)
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_in(value)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model takes its inputs."""
+    """The device of the model's first parameter, where it takes its inputs."""
     return next(model.parameters()).device
 
 
-@contextmanager
-def quiet(model: nn.Module, trained: Collection[nn.Parameter] = ()) -> Iterator[None]:
-    """Evaluation mode with gradients for `trained` alone; everything is as before afterwards.
+def usable_device(device: torch.device | str) -> torch.device:
+    """The torch device of this name ("cpu", "cuda:1", "mps", "xpu", ...), after checking that it works here."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"There is no device {str(device)!r}. Use a name that torch knows, such as cpu, cuda, cuda:1, mps or xpu."
+        ) from error
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # a torch built without CUDA asserts
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(f"Device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return found
 
-    What comes before the first trained parameter then needs no backward pass, since nothing there asks for one.
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether this is an accelerator whose torch module reports support for bf16 (CUDA and XPU do)."""
+    supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    return device.type != "cpu" and supported is not None and bool(supported())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that a device or the host ran out of memory."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError)
+        and any(said in text for said in ("out of memory", "can't allocate memory", "alloc_failed"))
+    )
+
+
+@contextmanager
+def eval_mode(model: nn.Module, trainable: Collection[nn.Parameter] = ()) -> Iterator[None]:
+    """Evaluation mode with gradients for `trainable` only; restores everything on exit.
+
+    No backward pass runs through layers before the first trainable parameter.
     """
     modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
-    settings = [(c, name, getattr(c, name)) for c in _configs(model) for name in WATCHABLE if hasattr(c, name)]
-    fast = torch.backends.mha.get_fastpath_enabled()  # one call for a whole layer, in which nobody sees the inputs
+    settings = [(c, name, getattr(c, name)) for c in _configs(model) for name in CALIBRATION_CONFIG if hasattr(c, name)]
+    fastpath = torch.backends.mha.get_fastpath_enabled()  # one fused call for a layer, which hides its inputs
     try:
         model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
         for config, name, _ in settings:
-            setattr(config, name, WATCHABLE[name])
+            setattr(config, name, CALIBRATION_CONFIG[name])
         for parameter, flag, _ in flags:
             if flag:
                 parameter.requires_grad_(False)
             parameter.grad = None
-        for parameter in trained:
+        for parameter in trainable:
             parameter.requires_grad_(True)
-        with _recurrent(model):
+        with _recurrent_training(model):
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        torch.backends.mha.set_fastpath_enabled(fastpath)
         for config, name, value in settings:
             setattr(config, name, value)
         for module, mode in modes:
@@ -254,7 +267,7 @@ def quiet(model: nn.Module, trained: Collection[nn.Parameter] = ()) -> Iterator[
 
 
 @contextmanager
-def _recurrent(model: nn.Module) -> Iterator[None]:
+def _recurrent_training(model: nn.Module) -> Iterator[None]:
     """Recurrent layers in training mode without dropout: cuDNN has no backward pass in evaluation mode."""
     layers = [(layer, layer.dropout) for layer in model.modules() if isinstance(layer, nn.RNNBase)]
     try:
@@ -267,7 +280,32 @@ def _recurrent(model: nn.Module) -> Iterator[None]:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Every configuration transformers' modules go by, each once; composite models have several."""
+    """Every config of transformers' modules once; composite models have several."""
     found = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
-    inner = [part for config in found for part in vars(config).values() if hasattr(part, "use_cache")]
-    return list({id(config): config for config in (*found, *inner)}.values())
+    nested = [value for config in found for value in vars(config).values() if hasattr(value, "use_cache")]
+    return list({id(config): config for config in (*found, *nested)}.values())
+
+
+@contextmanager
+def parameters_in_bf16(model: nn.Module) -> Iterator[None]:
+    """Temporarily rounds fp32 parameters to bf16, so activations between matmuls take half the memory too."""
+    originals = [(p, p.data) for p in model.parameters() if p.dtype == torch.float32]
+    try:
+        for parameter, original in originals:
+            parameter.data = original.to(torch.bfloat16)
+        yield
+    finally:
+        for parameter, original in originals:
+            parameter.data = original
+
+
+@contextmanager
+def restore_on_error() -> Iterator[list[Callable[[], None]]]:
+    """On any exception, also Ctrl-C, calls the functions that were appended to the list, last one first."""
+    undo: list[Callable[[], None]] = []
+    try:
+        yield undo
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        raise

@@ -1,12 +1,12 @@
-"""A trained model under observation: its sites, the batches of one call, and what they tell of each."""
+"""A model under calibration: its prunable weights, the batches of one call, the facts they give, and its masks."""
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur import kernels
-from secateur.errors import FactError, ModelError
+from secateur.errors import FactError
 from secateur.model.distributed import Gathered, fingerprint, ranks_of, reshard, unwrap
 from secateur.model.facts import least_spared, spared_share, target_of
 from secateur.model.held import Held, Masks
@@ -28,24 +28,35 @@ from secateur.model.prunable import (
     fits_all,
     nothing_to_prune,
 )
-from secateur.oneshot.activations import Inputs, Reach, check_seen, gather_inputs
+from secateur.oneshot.activations import InputCounts, InputStatistics, check_seen, gather_inputs
 from secateur.oneshot.batches import (
     Batch,
     Loss,
     check_ids,
+    computes_bf16,
     device_of,
-    draw,
-    first_in,
+    eval_mode,
+    first_tensor_in,
     in_bf16,
-    quiet,
     run_model,
     standard_loss,
+    take_batches,
     tensors_in,
     to_device,
+    usable_device,
 )
-from secateur.oneshot.blocks import Entries, find_blocks
-from secateur.oneshot.gradients import GRADIENT_FACTS, gather_gradients
-from secateur.oneshot.offload import Ferry, Thrift, as_bytes, ferry_for, made_again, plan
+from secateur.oneshot.blocks import HiddenStates, find_blocks
+from secateur.oneshot.gradients import GRADIENT_FACTS, GradientPass, gather_gradients, has_gradients
+from secateur.oneshot.offload import (
+    BlockOffload,
+    MemoryNeed,
+    MemoryPlan,
+    activation_checkpointing,
+    as_bytes,
+    offload_for,
+    plan_memory,
+    smallest_plan,
+)
 from secateur.progress import Stages
 from secateur.report import Outcome, TensorRow, Update
 from secateur.scores import Score, resolve, scores
@@ -53,107 +64,77 @@ from secateur.selection import Selection, Target
 from secateur.selection.masks import as_bool, packed_bytes, to_bits
 from secateur.selection.tiles import Pattern
 
-Facts = dict[str, dict[str, Any]]  # of every site, by name
-
-# What calibration can tell a score besides gradients and inputs. There is no horizon to correct for.
-ALWAYS = {"weight", "index", "step", "beta1", "beta2", "input_norm", *GRADIENT_FACTS}
+FactTable = dict[str, dict[str, Any]]  # facts by the name of the weight
+AVAILABLE_FACTS = {"weight", "index", "step", "beta1", "beta2", "input_norm", *GRADIENT_FACTS}
 
 
-class Observed:
-    """Asks a model what its batches tell, on its own device or on one that it is streamed to.
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """Which weights are calibrated and how; the arguments that `prune`, `probe` and `probe_until` share.
 
-    Several ranks share the batches: each asks about its own, statistics are exchanged, and all ranks come to the same
-    figures as one process. Use it in a `with`: it tells the other ranks if this one fails, checks that all have the
-    same weights in the end, and shards again what FSDP2 had sharded.
+    `unfit` says why a weight cannot be pruned, if it cannot. `autocast` measures fp32 models in bf16 where the device
+    supports it and the loss is the default one.
+    """
+
+    loss: Loss | None = None
+    skip: Globs = ()
+    only: Globs | None = None
+    limit: int | None = None
+    memory: str | int | None = None
+    device: torch.device | str | None = None
+    progress: bool = False
+    distributed: bool | None = None
+    unfit: Unfit = fits_all
+    autocast: bool = False
+
+
+class CalibratedModel:
+    """A model with its calibration batches: gathers facts, holds masks, and writes the report.
+
+    The model computes on its own device, or block by block on another one. Ranks share the batches: each runs its own,
+    they exchange statistics, and all get the numbers that one process would. Use it in a `with`: on an error it tells
+    the other ranks, at the end it checks that all have the same weights, and it restores the sharding of FSDP2.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        batches: Iterable[Batch] | Tensor,
-        *,
-        loss: Loss | None = None,
-        skip: Globs = (),
-        only: Globs | None = None,
-        limit: int | None = None,
-        memory: str | int | None = None,
-        progress: bool = False,
-        device: torch.device | str | None = None,
-        swift: bool = False,
-        unfit: Unfit = fits_all,
-        distributed: bool | None = None,
+        self, model: nn.Module, batches: Iterable[Batch] | Tensor, settings: CalibrationSettings | None = None
     ) -> None:
+        settings = settings or CalibrationSettings()
         self.model = unwrap(model)
         check_readable(self.model)
         reshard(self.model)
-        self.ranks = ranks_of(model, distributed)
+        self.ranks = ranks_of(model, settings.distributed)
         self._shards = Gathered(model)
-        self._buffers: list[tuple[Tensor, Tensor]] = []  # and what they were, where those of the first rank are used
+        self._own_buffers: list[tuple[Tensor, Tensor]] = []  # buffers and their values, while the first rank's are used
         try:
-            self.memory = as_bytes(memory)
-            self._settle(skip, only, unfit)
-            self._draw(batches, limit)
-            self._place(device, progress)
-            self._choose(loss, swift)
+            self.memory = None if settings.memory is None else as_bytes(settings.memory)
+            self.sites, self.left_out = _find_all(self.model, settings)
+            if not self.sites:
+                raise nothing_to_prune(self.model, self.left_out)
+            self.notes: dict[str, str] = {}  # by topic, for the report
+            self._take_batches(batches, settings.limit)
+            self._choose_device(settings)
+            self._choose_loss(settings)
+            self._start_masks()
         except BaseException as error:
-            self._give_up(error)
+            self._abort(error)
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self._give_up(error)
-            return
-        try:
-            if self.ranks.size > 1:
-                weights = fingerprint(site.parameter for site in self.sites)
-                self.ranks.same("The pruned weights", [weights], "All ranks need the same hardware and settings.")
-            self._leave(keep=True)
-        except BaseException as late:
-            self._give_up(late)
-            raise
-
-    def _give_up(self, error: BaseException) -> None:
-        """Tell the other ranks, and leave sharded weights as they were."""
-        with suppress(Exception):  # where the others cannot be reached, the error itself matters more
-            self.ranks.fail(error)
-        self._leave(keep=False)
-
-    def _leave(self, keep: bool) -> None:
-        self._shards.leave(keep)
-        for buffer, own in self._buffers:
-            buffer.copy_(own)
-        self._buffers = []
-
-    def _settle(self, skip: Globs, only: Globs | None, unfit: Unfit) -> None:
-        self._thrift: dict[tuple[int, int, int], Thrift] = {}
-        self.copies = 1  # of the statistics of a sweep that are to be there at once
-        self.sites, self.left_out = _every_site(self.model, skip, only, unfit)
-        if not self.sites:
-            raise nothing_to_prune(self.model, self.left_out)
-        self.notes: dict[str, str] = {}  # by what they are about
-        self.reserved = 0  # bytes on the device that are for other things
-        self._reached: dict[str, Tensor] = {}
-        self._reach: Inputs | None = None  # inputs counted once, if gradients alone could not tell
-
-    def _draw(self, batches: Iterable[Batch] | Tensor, limit: int | None) -> None:
-        """Take the batches."""
-        self.batches = draw(batches, limit)
+    def _take_batches(self, batches: Iterable[Batch] | Tensor, limit: int | None) -> None:
+        self.batches = take_batches(batches, limit)
         check_ids(self.model, self.batches)
-        self.own = [self.batches[number] for number in self.ranks.mine(len(self.batches))]
+        self.own_batches = [self.batches[number] for number in self.ranks.mine(len(self.batches))]
         self.turns = self.ranks.turns(len(self.batches))
         if self.ranks.size > 1:
-            self._compare()
+            self._check_ranks_agree()
 
-    def _compare(self) -> None:
-        """Make sure that all ranks have the same batches and the same model. Running averages in buffers differ after
-        training; meanwhile all use the first rank's, as DistributedDataParallel does."""
-        drawn = fingerprint(tensor for batch in self.batches for tensor in tensors_in(batch))
+    def _check_ranks_agree(self) -> None:
+        """Check that all ranks have the same batches and weights. Buffers such as running averages may differ after
+        training; all ranks then use the first one's, as DistributedDataParallel does."""
+        batches = fingerprint(tensor for batch in self.batches for tensor in tensors_in(batch))
         self.ranks.same(
             "The batches",
-            [len(self.batches), drawn],
+            [len(self.batches), batches],
             "Give every rank the same batches in the same order: each then works on its own share of them. (A loader"
             " with a DistributedSampler, or one that shuffles by another seed, gives each rank others.)",
         )
@@ -161,67 +142,142 @@ class Observed:
         weights = fingerprint(self.model.parameters())
         self.ranks.same("The weights", [*names, weights], "Load the same model on every rank.")
         buffers = list(self.model.buffers())
-        told = self.ranks.tell("buffers", [fingerprint(buffers)])
-        if told.count(told[0]) == len(told):
+        fingerprints = self.ranks.tell("buffers", [fingerprint(buffers)])
+        if fingerprints.count(fingerprints[0]) == len(fingerprints):
             return
-        self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+        self._own_buffers = [(buffer, buffer.clone()) for buffer in buffers]
         firsts = list(enumerate(buffers)) if self.ranks.rank == 0 else []
 
-        def take(number: int, value: Tensor) -> None:
+        def receive(number: int, value: Tensor) -> None:
             buffers[number].copy_(value)
 
-        self.ranks.share("buffers", firsts, take, device_of(self.model))
+        self.ranks.share("buffers", firsts, receive, device_of(self.model))
 
-    def _place(self, device: torch.device | str | None, progress: bool) -> None:
+    def _choose_device(self, settings: CalibrationSettings) -> None:
         home = device_of(self.model)
-        self.device = home if device is None else _usable(device)
-        named = self.device.index is not None  # "cuda" is whichever GPU the model is on
-        self._streams = self.device.type != home.type or (named and self.device.index != home.index)
-        if self._streams and self.memory is not None:
+        self.device = home if settings.device is None else usable_device(settings.device)
+        named = self.device.index is not None  # "cuda" alone means the GPU that the model is on
+        self.streams = self.device.type != home.type or (named and self.device.index != home.index)
+        if self.streams and self.memory is not None:
             raise FactError("memory limits a model that is on the device; a streamed one needs little. Leave one out.")
-        self.stages = Stages(self.device, progress and self.ranks.rank == 0)
+        if self.memory is not None and self.device.type != "cuda":
+            self.notes["memory"] = f"memory= limits CUDA devices; it has no effect on {self.device}."
+        self.stages = Stages(self.device, settings.progress and self.ranks.rank == 0)
 
-    def _choose(self, loss: Loss | None, swift: bool) -> None:
-        self.loss = loss or standard_loss
-        self.forward = loss or run_model  # where no gradient is needed, labels are not either
-        whole = {site.parameter.dtype for site in self.sites} == {torch.float32}
-        self.swift = swift and whole and loss is None and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
-        if self.swift:
+    def _choose_loss(self, settings: CalibrationSettings) -> None:
+        self.loss = settings.loss or standard_loss
+        self.forward = settings.loss or run_model  # without gradients, labels are not needed either
+        fp32 = {site.parameter.dtype for site in self.sites} == {torch.float32}
+        wanted = settings.autocast and settings.loss is None and fp32
+        self.autocast = wanted and computes_bf16(self.device)
+        if self.autocast:
             self.loss, self.forward = in_bf16(standard_loss), in_bf16(run_model)
 
-    def facts(self, score: Score, more: Iterable[str] = ()) -> Facts:
-        """Whatever the score reads, gathered from the batches on the model as it is now."""
+    def _start_masks(self) -> None:
+        """Start with masks that keep every weight but those that are zero, which never compete and never return."""
+        self.updates: list[Update] = []
+        self.copies = 1  # of the statistics of one gradient pass that exist at the same time
+        self._plans: dict[tuple[int, int, int], MemoryPlan] = {}
+        self._bytes_sent = 0  # up to the last update
+        self._cuts: list[float | None] = [None] * len(self.sites)
+        self._churn = [0] * len(self.sites)
+        self._removed: list[tuple[Tensor, Tensor, Tensor]] | None = None  # weights, which were pruned, their values
+        self._reached: dict[str, Tensor] = {}
+        self.held = Held([site.parameter.detach() for site in self.sites])
+        counts = [int(site.parameter.detach().count_nonzero()) for site in self.sites]
+        self._pruned_before = [site.parameter.numel() - n for site, n in zip(self.sites, counts, strict=True)]
+        if not sum(self._pruned_before):
+            return
+        masks = []
+        for site in self.sites:  # one by one: bool masks of all weights would take too much memory
+            alive = (site.parameter.detach() != 0).reshape(-1)
+            masks.append(to_bits(alive) if self.held.packed else alive)
+        self.held.take(masks, counts)
+        self.notes["sparse"] = f"{sum(self._pruned_before):,} weights were zero already and count as pruned."
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._abort(error)
+            return
+        try:
+            if self.ranks.size > 1:
+                weights = fingerprint(site.parameter for site in self.sites)
+                self.ranks.same("The pruned weights", [weights], "All ranks need the same hardware and settings.")
+            self._close(keep=True)
+        except BaseException as late:
+            self._abort(late)
+            raise
+
+    def _abort(self, error: BaseException) -> None:
+        """Tell the other ranks, and leave sharded weights as they were."""
+        with suppress(Exception):  # if the others cannot be reached, the error itself matters more
+            self.ranks.fail(error)
+        self._close(keep=False)
+
+    def _close(self, keep: bool) -> None:
+        self._shards.leave(keep)
+        for buffer, own in self._own_buffers:
+            buffer.copy_(own)
+        self._own_buffers = []
+
+    # Facts
+
+    def facts(self, score: Score, more: Iterable[str] = ()) -> FactTable:
+        """The facts that the score reads, gathered from the batches with the current weights."""
         wanted = {*score.needs, *more}
-        if unknown := sorted(wanted - ALWAYS):
-            work = [name for name in scores() if set(resolve(name).needs) <= ALWAYS]
+        if unknown := sorted(wanted - AVAILABLE_FACTS):
+            usable = [name for name in scores() if set(resolve(name).needs) <= AVAILABLE_FACTS]
             raise FactError(
-                f"{score.name} needs {', '.join(unknown)}, which only training can tell. Scores that work here:"
-                f" {', '.join(work)}."
+                f"{score.name} needs {', '.join(unknown)}, which exist only in training. Scores that work here:"
+                f" {', '.join(usable)}."
             )
         step = torch.tensor(float(len(self.batches)), dtype=torch.float64)
-        fixed = {"step": step, "beta1": 0.0, "beta2": 0.0, "index": None}
-        found: Facts = {
+        fixed = {"step": step, "beta1": 0.0, "beta2": 0.0, "index": None}  # without a horizon to correct for
+        found: FactTable = {
             site.name: {"weight": site.parameter.detach(), **{k: v for k, v in fixed.items() if k in wanted}}
             for site in self.sites
         }
-        watch = Inputs(self.sites) if "input_norm" in wanted else None
+        inputs = InputStatistics(self.sites) if "input_norm" in wanted else None
         if gradients := wanted & GRADIENT_FACTS.keys():
-            for name, facts in self.gradients(gradients, watch=watch).items():
+            for name, facts in self.gradients(gradients, inputs=inputs).items():
                 found[name] |= facts
-        elif watch is not None:
-            self._gather_inputs(watch)
-        if watch is not None:
-            check_seen(watch, self.sites)
+        elif inputs is not None:
+            self._gather_inputs(inputs)
+        if inputs is not None:
+            check_seen(inputs, self.sites)
             for site in self.sites:
-                found[site.name] |= {"input_norm": watch.norms(site), "reached": watch.reached(site)}
+                found[site.name] |= {"input_norm": inputs.norms(site), "reached": inputs.reached(site)}
         return found
 
-    def reached(self, site: Prunable, facts: Mapping[str, Any]) -> Tensor:
-        """Of each matrix of a site (every expert is one), whether inputs reached it in any batch.
+    def gradients(
+        self, wanted: Collection[str], sites: Sequence[Prunable] | None = None, inputs: InputStatistics | None = None
+    ) -> Mapping[str, dict[str, Tensor]]:
+        """Gradient statistics of all weights or of some; can record inputs in the same pass."""
+        sites = self.sites if sites is None else sites
+        every, plan = len(sites) == len(self.sites), self.memory_plan(sites, len(wanted))
+        checkpointing = activation_checkpointing(self.blocks) if plan.checkpointing else nullcontext()
+        # Inputs are matched to weights by address, so weights must not move while inputs are recorded.
+        bf16 = self.autocast and inputs is None and self.offload is None
+        cached = nullcontext() if every else self.hidden_states.from_cache(sites)
+        with self.stages.stage("gradients", self.turns) as tick, self.on_device(), checkpointing, cached:
+            how = GradientPass(
+                loss=self.loss, plan=plan, offload=self.offload, bf16=bf16, inputs=inputs, check_loss=every, tick=tick,
+                ranks=self.ranks,
+            )  # fmt: skip
+            return gather_gradients(self.model, self.batches, sites, wanted, how)
 
-        A gradient that is not zero throughout shows it. Where it is, as in dead units or after pruning cut a layer off,
-        the inputs themselves are counted, once. What was reached stays so, whatever is pruned later. A score that reads
-        nothing of the batches does not ask.
+    def _gather_inputs(self, statistics: InputStatistics) -> None:
+        with self.on_device(), self.stages.stage("inputs", self.turns) as tick:
+            gather_inputs(self.model, self.batches, statistics, self.forward, self.device, tick, self.ranks)
+
+    def reached(self, site: Prunable, facts: Mapping[str, Any]) -> Tensor:
+        """For each matrix of a weight (every expert is one), whether inputs reached it in any batch.
+
+        A nonzero gradient shows it. If all are zero, as in dead units or after pruning cut a layer off, the inputs are
+        counted, once. A matrix that was reached stays so in later rounds. Scores without facts from batches skip this.
         """
         statistic = next((facts[name] for name in GRADIENT_FACTS if name in facts), None)
         if "reached" not in facts and statistic is None:
@@ -229,203 +285,98 @@ class Observed:
         found = facts["reached"] if statistic is None else has_gradients(site, statistic)
         found = found.cpu() | self._reached.get(site.name, torch.tensor(False, device="cpu"))
         if not bool(found.all()) and "reached" not in facts:
-            found |= self._counted().reached(site).cpu()
+            found |= self._input_counts.reached(site).cpu()
         self._reached[site.name] = found
         return found
 
-    def _counted(self) -> Inputs:
-        """The inputs of every matrix, counted in one pass over the batches."""
-        if self._reach is None:
-            self._reach = Reach(self.sites)
-            self._gather_inputs(self._reach)
-        return self._reach
+    @cached_property
+    def _input_counts(self) -> InputCounts:
+        counts = InputCounts(self.sites)
+        self._gather_inputs(counts)
+        return counts
 
-    def _gather_inputs(self, watch: Inputs) -> None:
-        with self.crossing(), self.stages.stage("inputs", self.turns) as tick:
-            gather_inputs(
-                self.model, self.batches, watch, forward=self.forward, device=self.device, tick=tick, ranks=self.ranks
-            )
-
-    def gradients(
-        self, wanted: Collection[str], sites: Sequence[Prunable] | None = None, watch: Inputs | None = None
-    ) -> Mapping[str, dict[str, Tensor]]:
-        """Statistics of gradients, of all sites or of some; inputs may be watched in the same sweep."""
-        sites = self.sites if sites is None else sites
-        thrift = self.thrift(sites, len(wanted))
-        again = made_again(self.blocks) if thrift.again else nullcontext()
-        # Inputs are known by the memory of the weight they meet, so that must stay where it is while they are watched.
-        rounded = self.swift and watch is None and self.ferry is None
-        part = nullcontext() if len(sites) == len(self.sites) else self.entries.beginning(sites)
-        with self.stages.stage("gradients", self.turns) as tick, self.crossing(), again, part:
-            return gather_gradients(
-                self.model, self.batches, sites, wanted, loss=self.loss, dtype=thrift.dtype, room=thrift.room,
-                ferry=self.ferry, rounded=rounded, every=len(sites) == len(self.sites), watch=watch, tick=tick,
-                ranks=self.ranks,
-            )  # fmt: skip
-
-    def thrift(self, sites: Sequence[Prunable], statistics: int) -> Thrift:
-        """How to gather so many statistics of these sites; worked out once for each case."""
-        case = sum(site.parameter.numel() for site in sites), statistics, self.entries.first(sites)
-        if self._streams:
+    def memory_plan(self, sites: Sequence[Prunable], statistics: int) -> MemoryPlan:
+        """How to store so many gradient statistics of these weights; cached."""
+        if self.streams:
             wide = any(site.parameter.dtype == torch.float32 for site in sites)
-            self.notes["memory"] = f"Blocks are streamed to {self.device} one after another; statistics on the host."
-            return Thrift(torch.float32 if wide else torch.bfloat16, room=0, again=True)
-        if case not in self._thrift:
+            self.notes["memory"] = f"Blocks are streamed to {self.device} one at a time; statistics are on the host."
+            return MemoryPlan(torch.float32 if wide else torch.bfloat16, on_device=0, checkpointing=True)
+        if self.device.type != "cuda" and self.ranks.size == 1:
+            return MemoryPlan()
+        case = sum(site.parameter.numel() for site in sites), statistics, self.hidden_states.first_block(sites)
+        if case not in self._plans:
             several = self.ranks.size > 1  # gradients of a batch then wait for those of other ranks
-            waiting = sum(site.parameter.nbytes for site in sites) if several else 0
-            found = plan(
-                self.model, self.batches[0], self.loss, sites, self.blocks, self.memory, statistics, self.copies,
-                aside=self.reserved + waiting,
-            )  # fmt: skip
-            found = self._agreed(found) if several else found
-            if any(earlier.dtype != torch.float32 for earlier in self._thrift.values()):
-                said = found.reason.replace("fp32 statistics", "bf16 statistics")
-                found = replace(found, dtype=torch.bfloat16, reason=said)  # what is compared must be rounded alike
-            self._thrift[case] = found
-            if found.reason:
-                self.notes["memory"] = found.reason
-        return self._thrift[case]
+            pending = sum(site.parameter.nbytes for site in sites) if several else 0
+            reserved = 2 * self.held.nbytes + pending  # new masks beside the current ones
+            need = MemoryNeed(statistics, self.copies, reserved)
+            plan = plan_memory(self.model, self.batches[0], self.loss, sites, self.blocks, self.memory, need)
+            plan = smallest_plan(plan, self.ranks) if several else plan
+            if any(earlier.dtype != torch.float32 for earlier in self._plans.values()):
+                # Statistics that are compared with each other must be rounded alike.
+                reason = plan.reason.replace("fp32 statistics", "bf16 statistics")
+                plan = replace(plan, dtype=torch.bfloat16, reason=reason)
+            self._plans[case] = plan
+            if plan.reason:
+                self.notes["memory"] = plan.reason
+        return self._plans[case]
 
-    def _agreed(self, found: Thrift) -> Thrift:
-        """What fits on the rank with least room, for all of them."""
-        mine = [found.dtype != torch.float32, -1 if found.room is None else found.room, found.again]
-        told = self.ranks.tell("memory", mine)
-        rooms = [room for _, room, _ in told if room >= 0]
-        dtype = torch.bfloat16 if any(short for short, _, _ in told) else torch.float32
-        room, again = min(rooms) if rooms else None, any(again for _, _, again in told)
-        return replace(found, dtype=dtype, room=room, again=again)
-
-    @cached_property
-    def entries(self) -> Entries:
-        """States that enter blocks, for gradients of some sites only."""
-        first = partial(losses, self.model, self.own[:1], self.loss, self.ferry)  # without a way back to self
-        return Entries(self.blocks, len(self.own), lambda: first()[0], self.ranks)
-
-    def losses(self, most: int) -> list[float]:
-        """Losses of the first batches: as many as it takes to have this many numbers in them."""
-        sizes = (1 if (read := first_in(batch)) is None else read.numel() for batch in self.batches)
-        counts = itertools.accumulate(sizes)
-        enough = next((n for n, count in enumerate(counts, 1) if count >= most), len(self.batches))
-        mine = [self.batches[number] for number in self.ranks.mine(enough)]
-        told = self.ranks.floats("losses", losses(self.model, mine, self.loss, self.ferry))
-        return [told[number % self.ranks.size][number // self.ranks.size] for number in range(enough)]
-
-    def judge(self, metric: Callable[[nn.Module], float]) -> float:
-        """What the metric says of the model as it is. Every rank asks it; what it says on the first one counts."""
-        return self.ranks.first(float(metric(self.model)))
-
-    @cached_property
-    def ferry(self) -> Ferry | None:
-        """What carries blocks to the device, if the model is not there."""
-        if not self._streams:
-            return None
-        return ferry_for(self.model, self.batches[0], self.forward, self.sites, self.device)
-
-    def crossing(self) -> AbstractContextManager[None]:
-        """Inside, the model computes on the subject's device, wherever it lives."""
-        return nullcontext() if self.ferry is None else self.ferry.crossing()
+    # Running the model
 
     @cached_property
     def blocks(self) -> list[nn.Module]:
-        """Parts of the model that follow one another, if any."""
-        if self.ferry is not None:
-            return list(self.ferry.blocks)
+        """The modules that run one after another, if the model has such."""
+        if self.offload is not None:
+            return list(self.offload.blocks)
         return find_blocks(self.model, self.batches[0], self.forward, self.sites)
 
+    @cached_property
+    def offload(self) -> BlockOffload | None:
+        """Copies blocks to the device, if the model is on another one."""
+        if not self.streams:
+            return None
+        return offload_for(self.model, self.batches[0], self.forward, self.sites, self.device)
 
-def _usable(device: torch.device | str) -> torch.device:
-    """The device meant, or an error where there is none."""
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
-        raise ModelError(f"Device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return found
+    def on_device(self) -> AbstractContextManager[None]:
+        """Inside, the model computes on the calibration device."""
+        return nullcontext() if self.offload is None else self.offload.active()
 
+    @cached_property
+    def hidden_states(self) -> HiddenStates:
+        """A cache of hidden states for gradients of some blocks only."""
+        # A partial without self: a cycle would keep the cached states alive.
+        first = partial(losses, self.model, self.own_batches[:1], self.loss, self.offload)
+        return HiddenStates(self.blocks, len(self.own_batches), lambda: first()[0], self.ranks)
 
-def has_gradients(site: Prunable, statistic: Tensor) -> Tensor:
-    """Of each matrix of a site, whether a statistic of its gradients is not zero throughout."""
-    matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else 1
-    near = statistic.to(site.parameter.device)
-    return torch.linalg.vector_norm(near.reshape(matrices, -1), float("inf"), dim=1) != 0
+    def losses(self, count: int) -> list[float]:
+        """Losses of the first batches that together have at least `count` input elements."""
+        sizes = (1 if (tensor := first_tensor_in(batch)) is None else tensor.numel() for batch in self.batches)
+        totals = itertools.accumulate(sizes)
+        enough = next((n for n, total in enumerate(totals, 1) if total >= count), len(self.batches))
+        mine = [self.batches[number] for number in self.ranks.mine(enough)]
+        found = self.ranks.floats("losses", losses(self.model, mine, self.loss, self.offload))
+        return [found[number % self.ranks.size][number // self.ranks.size] for number in range(enough)]
 
+    def evaluate(self, metric: Callable[[nn.Module], float]) -> float:
+        """The metric of the model as it is. Every rank computes it; the first rank's value counts."""
+        return self.ranks.first(float(metric(self.model)))
 
-def _every_site(
-    model: nn.Module, skip: Globs, only: Globs | None, unfit: Unfit
-) -> tuple[list[Prunable], list[LeftOut]]:
-    """Sites of a model, those that were frozen for training among them."""
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in flags:
-            parameter.requires_grad_(parameter.is_floating_point())
-        return find_prunable(model, skip, only, unfit)
-    finally:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
+    # Masks
 
+    def targets(self, score: Score, facts: FactTable, asked: float, together: bool, anew: bool = False) -> list[Target]:
+        """Every weight as input of a selection at this sparsity; `anew` ignores the current masks.
 
-def losses(model: nn.Module, batches: Sequence[Batch], loss: Loss, ferry: Ferry | None) -> list[float]:
-    """The loss of every batch."""
-    with nullcontext() if ferry is None else ferry.crossing(), quiet(model), torch.no_grad():
-        device = device_of(model) if ferry is None else ferry.device
-        return [float(loss(model, to_device(batch, device))) for batch in batches]
-
-
-@contextmanager
-def undone_on_error() -> Iterator[list[Callable[[], None]]]:
-    """Any exception inside, Ctrl-C among them, is followed by whatever was put on the list."""
-    undo: list[Callable[[], None]] = []
-    try:
-        yield undo
-    except BaseException:
-        for step in reversed(undo):
-            step()
-        raise
-
-
-class Subject(Observed):
-    """Holds what `prune` and `probe` work with."""
-
-    def __init__(self, model: nn.Module, batches: Iterable[Batch] | Tensor, **settings: Any) -> None:
-        super().__init__(model, batches, **settings)
-        self.updates: list[Update] = []
-        self._sent = 0  # bytes, until the last update
-        self._cuts: list[float | None] = [None] * len(self.sites)
-        self._churn = [0] * len(self.sites)
-        self._gone: list[tuple[Tensor, Tensor, Tensor]] | None = None  # weights, where they were pruned, what was there
-        try:
-            self.held = Held([site.parameter.detach() for site in self.sites])
-            self.reserved = 2 * self.held.nbytes  # new masks beside those that are held
-            self._already_gone()
-        except BaseException as error:
-            self._give_up(error)
-            raise
-
-    def _already_gone(self) -> None:
-        """Weights that are zero are gone already: they do not compete and never return."""
-        counts = [int(site.parameter.detach().count_nonzero()) for site in self.sites]
-        self._before = [site.parameter.numel() - count for site, count in zip(self.sites, counts, strict=True)]
-        if not sum(self._before):
-            return
-        masks = []
-        for site in self.sites:  # one after another: all of them as bools would be large
-            alive = (site.parameter.detach() != 0).reshape(-1)
-            masks.append(to_bits(alive) if self.held.packed else alive)
-        self.held.take(masks, counts)
-        self.notes["sparse"] = f"{sum(self._before):,} weights were zero already and count as pruned."
-
-    def targets(self, score: Score, facts: Facts, asked: float, together: bool, anew: bool = False) -> list[Target]:
-        """Every site as a selection at this sparsity sees it, with its masks or `anew`. Matrices that no inputs reached
-        are spared; `together` says that all sites compete with each other."""
-        made, gone = [], [0] * len(self.sites) if anew else self.held.dead
-        spared = self._spared({site.name: self.reached(site, facts[site.name]) for site in self.sites}, asked, together)
-        for site, mask, dead in zip(self.sites, self.held.masks, gone, strict=True):
+        Matrices without inputs are spared. `together` says that all weights compete with each other.
+        """
+        targets, dead_counts = [], [0] * len(self.sites) if anew else self.held.dead
+        reached = {site.name: self.reached(site, facts[site.name]) for site in self.sites}
+        spared = self._spared(reached, asked, together)
+        for site, mask, dead in zip(self.sites, self.held.masks, dead_counts, strict=True):
             needed = {name: facts[site.name][name] for name in score.needs}
-            made.append(target_of(site, score, needed, mask, dead, spared=spared.get(site.name)))
-        return made
+            targets.append(target_of(site, score, needed, mask, dead, spared=spared.get(site.name)))
+        return targets
 
     def _spared(self, reached: Mapping[str, Tensor], asked: float, together: bool) -> dict[str, Tensor]:
-        """From what magnitude on unreached matrices are spared, for the sites that have any; noted."""
+        """The magnitude above which weights of matrices without inputs are spared, by name; adds a note."""
         sizes = {site.name: site.parameter.numel() for site in self.sites}
         counts = {name: int((~found).sum()) * sizes[name] // len(found) for name, found in reached.items()}
         counts = {name: count for name, count in counts.items() if count}
@@ -435,9 +386,9 @@ class Subject(Observed):
         floors = {}
         for site in self.sites:
             if site.name in counts:
-                mine = share if together else spared_share(asked, counts[site.name], sizes[site.name])
+                own = share if together else spared_share(asked, counts[site.name], sizes[site.name])
                 matrices = site.parameter.detach().reshape(len(reached[site.name]), -1)
-                floors[site.name] = least_spared(matrices, reached[site.name], mine)
+                floors[site.name] = least_spared(matrices, reached[site.name], own)
         named = [f"{name} ({count:,})" for name, count in counts.items()]
         self.notes["unreached"] = (
             f"No inputs reached {sum(counts.values()):,} weights in any batch (experts without tokens, layers that were"
@@ -446,50 +397,50 @@ class Subject(Observed):
         )
         return floors
 
-    def undoing(self, dense: Mapping[str, Tensor] | None = None) -> Callable[[], None]:
-        """What makes the weights what they are now, to the bit, whatever is pruned from here on.
+    def set_masks(self, chosen: Selection, asked: float, seconds: float) -> None:
+        """Hold these masks, zero the weights they remove, and record the update."""
+        if self._removed is not None:
+            self._keep_removed(self._removed, chosen.masks)
+        self.held.take(chosen.masks, chosen.kept)
+        self._cuts = [None if cut is None else cut.value for cut in chosen.cuts]
+        self.apply_masks()
+        self.record_update(asked, seconds)
 
-        From the `dense` weights by name, where surviving weights change too. Otherwise the host keeps the values that
-        are pruned: as many bytes as the share of the weights that goes, and a bit for each weight and round.
+    @torch.no_grad()
+    def apply_masks(self) -> None:
+        """Zero the weights that the masks remove."""
+        kernels.zero([site.parameter.detach() for site in self.sites], self.held.masks)
+
+    def record_update(self, asked: float, seconds: float) -> None:
+        """Add the change of the masks since the last update to the report."""
+        self._churn = [now - before for now, before in zip(self.held.dead, self._pruned_before, strict=True)]
+        self._pruned_before = list(self.held.dead)
+        sent, self._bytes_sent = self.ranks.bytes_sent - self._bytes_sent, self.ranks.bytes_sent
+        pruned, churn = sum(self._pruned_before), sum(self._churn)
+        self.updates.append(Update(len(self.updates) + 1, asked, pruned, churn, seconds, sent))
+
+    def undo(self, dense: Mapping[str, Tensor] | None = None) -> Callable[[], None]:
+        """A function that restores the current weights to the bit after any pruning that follows.
+
+        Pass copies of the `dense` weights by name if surviving weights change too. Otherwise the host keeps the pruned
+        values, and a bit per weight and round.
         """
-        self._gone = [] if dense is None else None
+        self._removed = [] if dense is None else None
         return partial(self._restore, dense or {})
 
     @torch.no_grad()
     def _restore(self, dense: Mapping[str, Tensor]) -> None:
         for site in self.sites if dense else ():
             site.parameter.detach().copy_(dense[site.name])
-        for weight, bits, values in self._gone or ():
+        for weight, bits, values in self._removed or ():
             weight[as_bool(bits.to(weight.device), weight.shape)] = values.to(weight.device)
 
     @torch.no_grad()
-    def _keep(self, kept: list[tuple[Tensor, Tensor, Tensor]], masks: Sequence[Tensor]) -> None:
-        """Keep the values that go with these flat masks, site by site: all of them as bools would be large."""
-        for site, mask in zip(self.sites, masks, strict=True):
+    def _keep_removed(self, removed: list[tuple[Tensor, Tensor, Tensor]], masks: Sequence[Tensor]) -> None:
+        for site, mask in zip(self.sites, masks, strict=True):  # one by one, as in _start_masks
             weight = site.parameter.detach()
             going = ~as_bool(mask, weight.shape) & ((weight != 0) | weight.signbit())  # -0.0 becomes 0.0 too
-            kept.append((weight, to_bits(going.reshape(-1)).cpu(), weight[going].cpu()))
-
-    def take(self, chosen: Selection, asked: float, seconds: float) -> None:
-        """Hold these masks and zero what they say is gone."""
-        if self._gone is not None:
-            self._keep(self._gone, chosen.masks)
-        self.held.take(chosen.masks, chosen.kept)
-        self._cuts = [None if cut is None else cut.value for cut in chosen.cuts]
-        self.apply()
-        self.record(asked, seconds)
-
-    def record(self, asked: float, seconds: float) -> None:
-        """Write down what has become of the masks."""
-        self._churn = [now - then for now, then in zip(self.held.dead, self._before, strict=True)]
-        self._before = list(self.held.dead)
-        sent, self._sent = self.ranks.bytes_sent - self._sent, self.ranks.bytes_sent
-        self.updates.append(Update(len(self.updates) + 1, asked, sum(self._before), sum(self._churn), seconds, sent))
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Zero what the masks say is gone."""
-        kernels.zero([site.parameter.detach() for site in self.sites], self.held.masks)
+            removed.append((weight, to_bits(going.reshape(-1)).cpu(), weight[going].cpu()))
 
     def masks(self) -> Masks:
         """Bool masks by name, True = kept."""
@@ -497,11 +448,11 @@ class Subject(Observed):
 
     @property
     def sparsity(self) -> float:
-        """Fraction of the prunable weights that is gone."""
+        """Fraction of the prunable weights that is pruned."""
         return sum(self.held.dead) / sum(shape.numel() for shape in self.held.shapes)
 
     def outcome(self, **settings: Any) -> Outcome:
-        """The report."""
+        """The report, with these settings of the call."""
         rows = [
             TensorRow(s.name, tuple(s.parameter.shape), s.parameter.numel(), gone, churn, cut, s.tied, s.reason)
             for s, gone, churn, cut in zip(self.sites, self.held.dead, self._churn, self._cuts, strict=True)
@@ -521,16 +472,35 @@ class Subject(Observed):
         )
 
 
+def _find_all(model: nn.Module, settings: CalibrationSettings) -> tuple[list[Prunable], list[LeftOut]]:
+    """Prunable weights of a model, also those that are frozen."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(parameter.is_floating_point())
+        return find_prunable(model, settings.skip, settings.only, settings.unfit)
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+def losses(model: nn.Module, batches: Sequence[Batch], loss: Loss, offload: BlockOffload | None) -> list[float]:
+    """The loss of every batch."""
+    with nullcontext() if offload is None else offload.active(), eval_mode(model), torch.no_grad():
+        device = device_of(model) if offload is None else offload.device
+        return [float(loss(model, to_device(batch, device))) for batch in batches]
+
+
 def scope_for(
     score: Score, scope: str | None, pattern: Pattern | None, allocation: str | None, sites: Sequence[Prunable]
 ) -> str:
-    """The scope that is meant when none is given: that of the score's paper. Rows of WANDA are for linear layers; in
-    convolutional networks, where they do worse than magnitude, all weights compete."""
+    """The scope, or the default one of the score's paper. WANDA's rows are for linear layers: in convolutional
+    networks, where they do worse than magnitude, the default is the whole model."""
     if scope is not None:
         return scope
     if pattern is not None or allocation is not None:
         return "model"
-    kernels = [site for site in sites if site.parameter.ndim > 3]  # one of them may cut pictures for a transformer
-    if score.scope == "row" and len(kernels) > 1:
+    convolutions = [site for site in sites if site.parameter.ndim > 3]  # a transformer may have one for its patches
+    if score.scope == "row" and len(convolutions) > 1:
         return "model"
     return score.scope or "model"

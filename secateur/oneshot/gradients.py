@@ -1,9 +1,10 @@
-"""Statistics of gradients over some batches, each gradient folded in and freed the moment it exists."""
+"""Gradient statistics over calibration batches; each gradient is accumulated and freed as soon as it exists."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -11,115 +12,48 @@ from torch import Tensor, nn
 from secateur.errors import FactError
 from secateur.model.distributed import SOLO, Ranks
 from secateur.model.prunable import Prunable
-from secateur.oneshot.activations import Inputs
-from secateur.oneshot.batches import Batch, Loss, device_of, halved, quiet, real_positions, standard_loss, to_device
-from secateur.oneshot.offload import Ferry
+from secateur.oneshot.activations import InputStatistics
+from secateur.oneshot.batches import (
+    Batch,
+    Loss,
+    device_of,
+    eval_mode,
+    padding_masks,
+    parameters_in_bf16,
+    standard_loss,
+    to_device,
+)
+from secateur.oneshot.offload import BlockOffload, MemoryPlan
 
-# Facts made of gradients over all batches, and what one batch's gradient, this share of all, does to each. Adam's
-# names, because they are Adam's quantities with a horizon of all batches: scores that read them work after training.
+# Facts made from the gradients of all batches: how one batch's gradient, with a share of 1 / batches, updates each.
+# They have Adam's names because they are Adam's moments with a horizon of all batches, so scores that read Adam's state
+# also work after training.
 GRADIENT_FACTS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "exp_avg": lambda mean, g, share: mean.add_(g, alpha=share),
     "exp_avg_sq": lambda mean, g, share: mean.addcmul_(g, g, value=share),
     "gradient": lambda mean, g, share: mean.add_(g.abs(), alpha=share),
-    "gradient_max": lambda most, g, _: torch.maximum(most, g.abs(), out=most),
+    "gradient_max": lambda largest, g, _: torch.maximum(largest, g.abs(), out=largest),
 }
 MEANS = ("exp_avg", "exp_avg_sq", "gradient")
-CHUNK = 1 << 23  # numbers rounded by chance at a time
+CHUNK = 1 << 23  # elements that are rounded stochastically at a time
 
 
-class Gradients:
-    """Statistics of gradients, gathered inside a `with`.
+@dataclass(frozen=True)
+class GradientPass:
+    """How `gather_gradients` runs the model.
 
-    Those of the first `room` weights stay where the weights are, the others on the host, from where each is fetched
-    when its gradient is there. Kept in bf16, means are rounded up or down by chance, so that what is small beside them
-    still counts on average. With several ranks, gradients wait for the end of a turn and are then folded in on every
-    rank, batch after batch: the same sums in the same order as in one process.
+    `bf16` rounds fp32 parameters to bf16 meanwhile. `inputs` records the forward passes. With `check_loss`, a loss that
+    depends on none of the weights is an error. `tick` is called after every batch.
     """
 
-    def __init__(
-        self,
-        sites: Sequence[Prunable],
-        wanted: Collection[str],
-        batches: int,
-        dtype: torch.dtype = torch.float32,
-        room: int | None = None,
-        ranks: Ranks = SOLO,
-    ) -> None:
-        self._sites, self._share, self._ranks = sites, 1 / batches, ranks
-        self._numbers = {id(site.parameter): number for number, site in enumerate(sites)}
-        self._waiting: list[tuple[int, Tensor]] = []  # this rank's gradients of a turn, in the order they came
-        names = [name for name in GRADIENT_FACTS if name in wanted]
-        self.facts: dict[str, dict[str, Tensor]] = {}
-        for site in sites:
-            stays = room is None or site.parameter.numel() <= room
-            room = None if room is None else room - site.parameter.numel() if stays else room
-            self.facts[site.name] = {name: _zeros(site.parameter, dtype, stays) for name in names}
-        self._of = {id(site.parameter): self.facts[site.name] for site in sites}
-        self._shelf = Shelf()
-        self._draws: dict[torch.device, torch.Generator] = {}
-
-    def __enter__(self) -> Gradients:
-        self._handles = [site.parameter.register_post_accumulate_grad_hook(self._hook) for site in self._sites]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._shelf.settle()
-
-    def _hook(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        parameter.grad = None
-        if gradient is not None:  # or else a ferry has delivered it
-            self.fold(parameter, gradient)
-
-    def fold(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Take in a batch's gradient of a parameter, wherever it is."""
-        facts = self._of.get(id(parameter), {})
-        if self._ranks.size == 1:
-            self._fold(parameter, gradient)
-        elif facts:  # kept where the statistic is: where that has no room, gradients have none
-            self._waiting.append((self._numbers[id(parameter)], gradient.to(next(iter(facts.values())).device)))
-
-    def exchange(self, device: torch.device) -> None:
-        """The end of a turn: fold in the gradients of all ranks, on this device."""
-        waiting, self._waiting = self._waiting, []
-        self._ranks.share("gradients", waiting, self._take, device)
-
-    def _take(self, number: int, gradient: Tensor) -> None:
-        parameter = self._sites[number].parameter
-        if not parameter.is_contiguous():  # laid out as backward does, so that kernels round alike
-            gradient = torch.empty_like(parameter, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
-        self._fold(parameter, gradient)
-
-    def _fold(self, parameter: Tensor, gradient: Tensor) -> None:
-        for name, statistic in self._of.get(id(parameter), {}).items():
-            with self._shelf.lent(statistic, gradient.device) as near:
-                if near.dtype == torch.float32 or name not in MEANS:
-                    GRADIENT_FACTS[name](near, gradient.to(near.dtype), self._share)
-                else:
-                    self._fold_rounded(name, near, gradient)
-
-    def _fold_rounded(self, name: str, statistic: Tensor, gradient: Tensor) -> None:
-        device = gradient.device
-        draw = self._draws.setdefault(device, torch.Generator(device).manual_seed(0))
-        for kept, new in zip(statistic.view(-1).split(CHUNK), gradient.reshape(-1).split(CHUNK), strict=True):
-            kept.copy_(rounded_by_chance(GRADIENT_FACTS[name](kept.float(), new.float(), self._share), draw))
-
-
-def _zeros(parameter: Tensor, dtype: torch.dtype, stays: bool) -> Tensor:
-    if stays:
-        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
-    return empty_on_host(parameter.shape, dtype, torch.cuda.is_available()).zero_()
-
-
-def rounded_by_chance(values: Tensor, draw: torch.Generator) -> Tensor:
-    """fp32 numbers that are exact in bf16: either neighbour, the nearer one likelier. Overwrites what it is given."""
-    nan = values.isnan()  # whose bits may not overflow into those of a number
-    bits = values.view(torch.int32)
-    bits += torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=draw)
-    bits &= -(1 << 16)
-    return values.masked_fill_(nan, torch.nan)
+    loss: Loss = standard_loss
+    plan: MemoryPlan = field(default_factory=MemoryPlan)
+    offload: BlockOffload | None = None
+    bf16: bool = False
+    inputs: InputStatistics | None = None
+    check_loss: bool = False
+    tick: Callable[[], None] = lambda: None
+    ranks: Ranks = SOLO
 
 
 def gather_gradients(
@@ -127,53 +61,45 @@ def gather_gradients(
     batches: Sequence[Batch],
     sites: Sequence[Prunable],
     wanted: Collection[str],
-    *,
-    loss: Loss = standard_loss,
-    dtype: torch.dtype = torch.float32,
-    room: int | None = None,
-    ferry: Ferry | None = None,
-    rounded: bool = False,
-    every: bool = False,
-    watch: Inputs | None = None,
-    tick: Callable[[], None] = lambda: None,
-    ranks: Ranks = SOLO,
+    how: GradientPass | None = None,
 ) -> Mapping[str, dict[str, Tensor]]:
-    """Facts of each site by name, from one backward pass for every batch; `watch` stands around the forward passes.
-    With `rounded`, of a model whose fp32 parameters are rounded to bf16 meanwhile. If these are `every` site of the
-    model, the loss must depend on one. Each of the `ranks` takes its share of the batches."""
-    device = device_of(model) if ferry is None else ferry.device
-    torch.clear_autocast_cache()  # where autocast is on outside, it would go on with casts of what weights once were
-    trained, gathering = [site.parameter for site in sites], Gradients(sites, wanted, len(batches), dtype, room, ranks)
-    before: Tensor | None = None
+    """The wanted facts of each weight by name, from one backward pass per batch; ranks share the batches."""
+    how = how or GradientPass()
+    ranks, inputs = how.ranks, how.inputs
+    device = device_of(model) if how.offload is None else how.offload.device
+    torch.clear_autocast_cache()  # an autocast around this call would reuse casts of earlier weights
+    statistics = GradientStatistics(sites, wanted, len(batches), how.plan, ranks)
+    to_host = nullcontext() if how.offload is None else how.offload.gradients_to(statistics.add)
+    rounded = parameters_in_bf16(model) if how.bf16 else nullcontext()
+    previous: Tensor | None = None
     depends = False
-    crossing = nullcontext() if ferry is None else ferry.delivering(gathering.fold)
-    with quiet(model, trained), torch.enable_grad(), gathering, crossing, halved(model) if rounded else nullcontext():
+    with eval_mode(model, [site.parameter for site in sites]), torch.enable_grad(), statistics, to_host, rounded:
         for turn in range(ranks.turns(len(batches))):
             for number in ranks.mine(len(batches))[turn : turn + 1]:
-                value = _backward(model, to_device(batches[number], device), loss, watch)
+                value = _backward(model, to_device(batches[number], device), how.loss, inputs)
                 depends |= value.requires_grad
-                _check_number(before)  # not this one, for which a device would have to be waited for
-                before = value.detach()
-            gathering.exchange(device)
-            if watch is not None:
-                watch.finish(ranks, device)
-            tick()
-        _check_number(before)
-    if watch is not None:
-        watch.agree(ranks)
-    if every and not any(told[0] for told in ranks.tell("loss", [depends])):
+                _check_not_nan(previous)  # the loss before this one, which does not wait for the device
+                previous = value.detach()
+            statistics.exchange(device)
+            if inputs is not None:
+                inputs.finish_batch(ranks, device)
+            how.tick()
+        _check_not_nan(previous)
+    if inputs is not None:
+        inputs.sync(ranks)
+    if how.check_loss and not any(answer[0] for answer in ranks.tell("loss", [depends])):
         raise FactError(
             "The loss does not depend on any prunable weight: it has no gradient in any batch. Compute it without"
             " no_grad, detach, item or argmax, from the output of the model that is passed to loss(model, batch)."
         )
-    return gathering.facts
+    return statistics.facts
 
 
-def _backward(model: nn.Module, batch: Batch, loss: Loss, watch: Inputs | None) -> Tensor:
-    """The loss of a batch, after its backward pass if these weights had a part in it."""
-    if watch is not None:
-        watch.batch(real_positions(model, batch))
-    with watch or nullcontext():
+def _backward(model: nn.Module, batch: Batch, loss: Loss, inputs: InputStatistics | None) -> Tensor:
+    """The loss of a batch, after its backward pass if it depends on a weight."""
+    if inputs is not None:
+        inputs.start_batch(padding_masks(model, batch))
+    with inputs or nullcontext():
         value = loss(model, batch)
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -183,37 +109,139 @@ def _backward(model: nn.Module, batch: Batch, loss: Loss, watch: Inputs | None) 
     return value
 
 
-def _check_number(loss: Tensor | None) -> None:
+def _check_not_nan(loss: Tensor | None) -> None:
     if loss is not None and bool(loss.isnan()):
-        raise FactError("The loss of a batch is NaN: nothing can be learned from its gradients.")
+        raise FactError("The loss of a batch is NaN, so its gradients are useless. Check the batches and the loss.")
+
+
+class GradientStatistics:
+    """Accumulates gradient statistics inside a `with`.
+
+    The plan says which statistics stay beside the weights and which go to the host. Means in bf16 are rounded
+    stochastically, so that increments far below their size still count on average. With several ranks, gradients wait
+    until every rank has its batch and are then added in batch order on every rank: the same sums as in one process.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Prunable],
+        wanted: Collection[str],
+        batches: int,
+        plan: MemoryPlan | None = None,
+        ranks: Ranks = SOLO,
+    ) -> None:
+        self._sites, self._share, self._ranks = sites, 1 / batches, ranks
+        self._numbers = {id(site.parameter): number for number, site in enumerate(sites)}
+        self._pending: list[tuple[int, Tensor]] = []  # this rank's gradients of one batch, in order of arrival
+        names = [name for name in GRADIENT_FACTS if name in wanted]
+        plan = plan or MemoryPlan()
+        room = plan.on_device
+        self.facts: dict[str, dict[str, Tensor]] = {}
+        for site in sites:
+            stays = room is None or site.parameter.numel() <= room
+            room = None if room is None else room - site.parameter.numel() if stays else room
+            self.facts[site.name] = {name: _zeros(site.parameter, plan.dtype, stays) for name in names}
+        self._facts_of = {id(site.parameter): self.facts[site.name] for site in sites}
+        self._cache = HostCache()
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __enter__(self) -> GradientStatistics:
+        self._handles = [site.parameter.register_post_accumulate_grad_hook(self._hook) for site in self._sites]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._cache.synchronize()
+
+    def _hook(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is not None:  # None if block offload has passed it to `add`
+            self.add(parameter, gradient)
+
+    def add(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add one batch's gradient of a parameter, on any device."""
+        facts = self._facts_of.get(id(parameter), {})
+        if self._ranks.size == 1:
+            self._accumulate(parameter, gradient)
+        elif facts:  # kept beside the statistic: if that did not fit on the device, gradients do not either
+            self._pending.append((self._numbers[id(parameter)], gradient.to(next(iter(facts.values())).device)))
+
+    def exchange(self, device: torch.device) -> None:
+        """Accumulate the pending gradients of all ranks, on this device."""
+        pending, self._pending = self._pending, []
+        self._ranks.share("gradients", pending, self._receive, device)
+
+    def _receive(self, number: int, gradient: Tensor) -> None:
+        parameter = self._sites[number].parameter
+        if not parameter.is_contiguous():  # with the strides that backward gives it, so kernels round alike
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+        self._accumulate(parameter, gradient)
+
+    def _accumulate(self, parameter: Tensor, gradient: Tensor) -> None:
+        for name, statistic in self._facts_of.get(id(parameter), {}).items():
+            with self._cache.on_device(statistic, gradient.device) as near:
+                if near.dtype == torch.float32 or name not in MEANS:
+                    GRADIENT_FACTS[name](near, gradient.to(near.dtype), self._share)
+                else:
+                    self._accumulate_rounded(name, near, gradient)
+
+    def _accumulate_rounded(self, name: str, statistic: Tensor, gradient: Tensor) -> None:
+        device = gradient.device
+        generator = self._generators.setdefault(device, torch.Generator(device).manual_seed(0))
+        for kept, new in zip(statistic.view(-1).split(CHUNK), gradient.reshape(-1).split(CHUNK), strict=True):
+            kept.copy_(stochastic_round(GRADIENT_FACTS[name](kept.float(), new.float(), self._share), generator))
+
+
+def has_gradients(site: Prunable, statistic: Tensor) -> Tensor:
+    """For each matrix of a weight, whether a gradient statistic has a nonzero element."""
+    matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else 1
+    near = statistic.to(site.parameter.device)
+    return torch.linalg.vector_norm(near.reshape(matrices, -1), float("inf"), dim=1) != 0
+
+
+def _zeros(parameter: Tensor, dtype: torch.dtype, stays: bool) -> Tensor:
+    if stays:
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+    return empty_on_host(parameter.shape, dtype, torch.cuda.is_available()).zero_()
+
+
+def stochastic_round(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Rounds fp32 values in place to one of their two bf16 neighbours, the nearer one more likely."""
+    nan = values.isnan()  # their bits must not overflow into those of a number
+    bits = values.view(torch.int32)
+    bits += torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+    bits &= -(1 << 16)
+    return values.masked_fill_(nan, torch.nan)
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, from where a GPU can fetch parts quickly."""
+    """A copy on the host; pinned if the tensor is on a CUDA device."""
     return empty_on_host(tensor.shape, tensor.dtype, tensor.device.type == "cuda").copy_(tensor)
 
 
 def empty_on_host(shape: torch.Size, dtype: torch.dtype, pinned: bool) -> Tensor:
-    """Room on the host; pinned, a GPU copies from and to it while it computes."""
+    """An uninitialized host tensor; CUDA copies from and to pinned memory while it computes."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
-class Shelf:
-    """Lends tensors that are on the host to the device, one after another.
+class HostCache:
+    """Statistics in host memory that are copied to the device to be updated, with prefetch on CUDA.
 
-    Copies go by a stream of their own, beside the computation. Gradients come in the same order for every batch, so
-    whatever followed a tensor the last time is fetched while that tensor is still in use.
+    CUDA copies run on their own stream. Gradients arrive in the same order for every batch, so the tensor that followed
+    this one last time is prefetched while this one is in use. Other devices copy synchronously.
     """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._ahead: dict[int, tuple[Tensor, torch.cuda.Event]] = {}  # on their way, by the id of what is on the host
-        self._follows: dict[int, Tensor] = {}
+        self._prefetched: dict[int, tuple[Tensor, torch.cuda.Event]] = {}  # by the id of the host tensor
+        self._next: dict[int, Tensor] = {}
         self._last: Tensor | None = None
 
     @contextmanager
-    def lent(self, tensor: Tensor, device: torch.device) -> Iterator[Tensor]:
-        """The tensor on the device, to be changed inside; afterwards the host has what it became."""
+    def on_device(self, tensor: Tensor, device: torch.device) -> Iterator[Tensor]:
+        """The tensor on the device; changes are copied back to the host on exit."""
         if tensor.device == device:
             yield tensor
         elif device.type != "cuda":
@@ -221,33 +249,33 @@ class Shelf:
             yield near
             tensor.copy_(near)
         else:
-            yield from self._lent(tensor, device)
+            yield from self._on_cuda(tensor, device)
 
-    def _lent(self, tensor: Tensor, device: torch.device) -> Iterator[Tensor]:
-        side = self._streams.setdefault(device, torch.cuda.Stream(device))
-        here = torch.cuda.current_stream(device)
-        known = id(tensor) in self._ahead
-        near, arrived = self._ahead.pop(id(tensor)) if known else self._fetch(tensor, side)
+    def _on_cuda(self, tensor: Tensor, device: torch.device) -> Iterator[Tensor]:
+        copies = self._streams.setdefault(device, torch.cuda.Stream(device))
+        compute = torch.cuda.current_stream(device)
+        prefetched = id(tensor) in self._prefetched
+        near, arrived = self._prefetched.pop(id(tensor)) if prefetched else self._fetch(tensor, copies)
         if self._last is not None:
-            self._follows[id(self._last)] = tensor
+            self._next[id(self._last)] = tensor
         self._last = tensor
-        following = self._follows.get(id(tensor))
-        if following is not None and following is not tensor and id(following) not in self._ahead:
-            self._ahead[id(following)] = self._fetch(following, side)
-        here.wait_event(arrived)
-        near.record_stream(here)
+        following = self._next.get(id(tensor))
+        if following is not None and following is not tensor and id(following) not in self._prefetched:
+            self._prefetched[id(following)] = self._fetch(following, copies)
+        compute.wait_event(arrived)
+        near.record_stream(compute)
         yield near
-        side.wait_event(here.record_event())
-        near.record_stream(side)
-        with torch.cuda.stream(side):
+        copies.wait_event(compute.record_event())
+        near.record_stream(copies)
+        with torch.cuda.stream(copies):
             tensor.copy_(near, non_blocking=True)
 
-    def _fetch(self, tensor: Tensor, side: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
-        with torch.cuda.stream(side):
-            return tensor.to(side.device, non_blocking=True), side.record_event()
+    def _fetch(self, tensor: Tensor, copies: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
+        with torch.cuda.stream(copies):
+            return tensor.to(copies.device, non_blocking=True), copies.record_event()
 
-    def settle(self) -> None:
-        """Wait until everything is back on the host."""
-        self._ahead.clear()
+    def synchronize(self) -> None:
+        """Wait until all changes are on the host."""
+        self._prefetched.clear()
         for stream in self._streams.values():
             stream.synchronize()

@@ -1,4 +1,4 @@
-"""`probe`: prune what a score proposes and the gradients agree to."""
+"""`probe` and `probe_until` (GradProbe): prune the candidates of a score that pass a veto by gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,77 +15,25 @@ from secateur import kernels
 from secateur.errors import PatternError, ScheduleError
 from secateur.model.distributed import told_to_all
 from secateur.model.prunable import Globs, unfit_for
-from secateur.oneshot.batches import Batch, Loss
-from secateur.oneshot.calibration import Subject, scope_for, undone_on_error
+from secateur.oneshot.batches import Batch, Loss, restore_on_error
+from secateur.oneshot.calibration import CalibratedModel, CalibrationSettings, scope_for
 from secateur.oneshot.gradients import on_host
-from secateur.oneshot.offload import fits_twice
+from secateur.oneshot.offload import fits_copy
 from secateur.oneshot.veto import Probe, Trial
 from secateur.report import Outcome
 from secateur.scores import Score, resolve
 from secateur.selection import check_choice, selector
-from secateur.selection.tiles import parse_pattern
+from secateur.selection.tiles import Pattern, parse_pattern
 
 ORDERS = ("joint", "reverse", "forward", "size")
 Metric = Callable[[nn.Module], float]
-JUDGED = 1 << 15  # tokens (or numbers) that the loss is taken over when no other measure is given
-EXACT_POOL = 1.1  # candidates for each weight that is to go, when exactly so many are to go
-
-
-def mean_loss(subject: Subject) -> float:
-    """The loss over the first of the subject's own batches: something to compare masks by, no measure of quality."""
-    losses = subject.losses(JUDGED)
-    return sum(losses) / len(losses)
-
-
-class Wardrobe:
-    """The dense weights, kept where there is room, so that a model can be looked at in other masks and be as it was
-    again."""
-
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        weights = [site.parameter.detach() for site in subject.sites]
-        keep = torch.clone if fits_twice(weights, subject.memory) else on_host
-        with subject.stages.stage("a copy of the weights"):
-            self._dense = [keep(weight) for weight in weights]
-
-    @torch.no_grad()
-    def put_on(self, masks: Sequence[Tensor] | None) -> None:
-        """The dense weights, in these flat masks if any, for good."""
-        weights = [site.parameter.detach() for site in self._subject.sites]
-        for weight, dense in zip(weights, self._dense, strict=True):
-            weight.copy_(dense, non_blocking=True)
-        if masks is not None:
-            bits = [m if m.dtype != torch.bool else m.view(w.shape) for m, w in zip(masks, weights, strict=True)]
-            kernels.zero(weights, bits)
-
-    @contextmanager
-    def wearing(self, masks: Sequence[Tensor] | None) -> Iterator[None]:
-        """The dense weights in these masks; afterwards, in those the subject holds."""
-        try:
-            self.put_on(masks)
-            yield
-        finally:
-            self.put_on(self._subject.held.masks)
-
-    def take_off(self) -> None:
-        """The dense weights again."""
-        self.put_on(None)
-
-
-def alone(work: Probe, wardrobe: Wardrobe, what: str, metric: Metric, anew: bool = False) -> tuple[str, float]:
-    """The score without the veto at the sparsity that was achieved with it: what it is named, and its figure. `anew`
-    reads the dense model again, where facts are of a pruned one by now."""
-    subject = work.subject
-    with wardrobe.wearing(None):
-        masks = work.kept_at(subject.sparsity, refresh=anew, anew=True)
-    with wardrobe.wearing(masks):
-        name = f"{what}{work.score.name} alone at sparsity {share_gone(masks, subject):.4f}"
-        return name, subject.judge(metric)
-
-
-def share_gone(masks: Sequence[Tensor], subject: Subject) -> float:
-    """The sparsity of some masks of a subject's sites."""
-    return 1 - sum(kernels.population(masks)) / sum(shape.numel() for shape in subject.held.shapes)
+LOSS_ELEMENTS = 1 << 15  # input elements (tokens) of the batches that the default metric is computed on
+EXACT_POOL = 1.1  # candidates per weight to prune, with exact=True
+MAX_POOL = 0.999  # sparsity
+TRIES = 7  # tolerances tried when a level fails: 0 first, then a bisection for the largest that holds
+PLATEAU = 2  # consecutive levels that may prune nothing more
+MIN_RISE = 1e-4  # of sparsity, for a level to count as having pruned something
+HIGHEST = 0.99  # sparsity of the last level
 
 
 def probe(
@@ -114,92 +62,178 @@ def probe(
     progress: bool = False,
     distributed: bool | None = None,
 ) -> Outcome:
-    """Prune what a score proposes and the gradients agree to (GradProbe).
+    """Prune the candidates of a score whose gradients do not grow when they shrink (GradProbe).
 
-    The score's candidates at `sparsity` are multiplied by `shrink`; one whose largest gradient over the batches grew by
-    more than `tolerance` is left as it was, to the bit, the others are pruned. `order` is "joint" (all layers at once:
-    two passes over the batches) or layer after layer, "reverse", "forward" or largest first ("size"), `group` layers at
-    a time or "block" by block, gradients measured anew for each; candidates come from one look at the dense model
-    unless `refresh`. With `exact`, a tenth more candidates are tried, and those whose score times the root of their
-    gradient's growth is lowest go until the asked sparsity is met. The report sets the score alone beside it, at the
-    sparsity that was achieved, by `evaluate(model)` or else by the loss over the batches; `tolerances` are tried on the
-    gradients of a joint probe and reported too. `distributed` is as in `prune`; what `evaluate` says on the first rank
-    counts. Any error, and Ctrl-C, leaves the model as it was, to the bit.
+    The score's candidates at `sparsity` are multiplied by `shrink`. A candidate whose largest gradient over the batches
+    grows by more than `tolerance` is kept, unchanged to the bit; the others are pruned. Any error, also Ctrl-C, leaves
+    the model as it was, to the bit. Arguments that are not listed are those of `prune`.
+
+    Args:
+        order: "joint" probes all layers at once, with two passes over the batches. "reverse", "forward" and "size"
+            (largest first) probe layer by layer, `group` layers at a time or "block" by block, with new gradients each.
+        refresh: choose candidates anew for every group, not once from the dense model.
+        exact: try a tenth more candidates and prune those with the lowest score times the root of the growth of their
+            gradient, until the sparsity is met.
+        evaluate: `evaluate(model)` compares the result with the score alone at the same sparsity in the report; the
+            default is the loss of the first batches. On several ranks the first one's value counts.
+        tolerances: further tolerances to report, from the gradients of a joint probe.
     """
+    settings = CalibrationSettings(
+        loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
+        distributed=distributed,
+    )  # fmt: skip
     with told_to_all(model, distributed):
-        check_probe(order, group, shrink, tolerance, exact)
-        chosen, shape = resolve(score), parse_pattern(pattern)
-        check_choice(sparsity, scope or "model", shape, allocation)
-        if shape is not None and not exact:
-            raise PatternError(
-                "The veto lets single weights go, which breaks a pattern: pass exact=True, or no pattern."
-            )
-        if tolerances and order != "joint":
+        job = _Job(
+            score=resolve(score), scope=scope, shrink=shrink, tolerance=tolerance, order=order, group=group,
+            refresh=refresh, pattern=parse_pattern(pattern), allocation=allocation,
+        )  # fmt: skip
+        job.check(exact, tolerances)
+        check_choice(sparsity, scope or "model", job.pattern, allocation)
+    return _probe(model, batches, job, settings, _Target(sparsity, exact, tolerances, evaluate))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The arguments of `probe` and `probe_until` that say how to probe."""
+
+    score: Score
+    scope: str | None
+    shrink: float
+    tolerance: float
+    order: str
+    group: int | str
+    refresh: bool
+    pattern: Pattern | None = None
+    allocation: str | None = None
+
+    def check(self, exact: bool = False, tolerances: Sequence[float] = ()) -> None:
+        if self.order not in ORDERS:
+            raise PatternError(f"No order {self.order!r}. Use one of {', '.join(map(repr, ORDERS))}.")
+        group = self.group
+        if group != "block" and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
+            raise PatternError(f"group is a number of layers, at least 1, or 'block'; got {group!r}.")
+        if not 0 <= self.shrink < 1:
+            raise ScheduleError(f"shrink must be in [0, 1): candidates are multiplied by it; got {self.shrink!r}.")
+        if not self.tolerance >= 0:
+            raise ScheduleError(f"tolerance must be at least 0: how much a gradient may grow; got {self.tolerance!r}.")
+        if exact and self.tolerance:
+            raise ScheduleError("exact=True ranks by score and growth without a tolerance. Leave one of them out.")
+        if self.pattern is not None and not exact:
+            raise PatternError("The veto keeps single weights, which breaks a pattern: pass exact=True, or no pattern.")
+        if tolerances and self.order != "joint":
             raise PatternError("tolerances are tried on the gradients of one joint probe; use order='joint'.")
-    with undone_on_error() as undo, Subject(
-        model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
-        unfit=unfit_for(shape), distributed=distributed,
-    ) as subject:  # fmt: skip
-        scope = scope_for(chosen, scope, shape, allocation, subject.sites)
-        if exact and order != "joint" and scope == "model":
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The arguments of `probe` alone: the sparsity to reach, and what to report."""
+
+    sparsity: float | None
+    exact: bool
+    tolerances: Sequence[float]
+    evaluate: Metric | None
+
+
+def _probe(
+    model: nn.Module, batches: Iterable[Batch] | Tensor, job: _Job, settings: CalibrationSettings, target: _Target
+) -> Outcome:
+    settings = replace(settings, unfit=unfit_for(job.pattern))
+    with restore_on_error() as undo, CalibratedModel(model, batches, settings) as calibrated:
+        scope = scope_for(job.score, job.scope, job.pattern, job.allocation, calibrated.sites)
+        if target.exact and job.order != "joint" and scope == "model":
             raise PatternError('exact=True layer by layer needs a sparsity for each layer: scope="layer" or "row".')
-        wanted, select = selector(scope, shape, allocation, sparsity)
-        work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
-        pool = min(0.999, EXACT_POOL * wanted) if exact else wanted
-        wardrobe = Wardrobe(subject)
-        undo.append(wardrobe.take_off)
-        found = _judged(work, wardrobe, evaluate, tolerances, refresh, pool, tolerance, wanted if exact else None)
-        return subject.outcome(
-            score=str(chosen), schedule=f"{order} probe, shrink {shrink:g}, tolerance {tolerance:g}", scope=scope,
-            pattern=pattern, allocation=allocation, asked=wanted, found=tuple(found),
+        sparsity, select = selector(scope, job.pattern, job.allocation, target.sparsity)
+        prober = Probe(calibrated, job.score, select, shrink=job.shrink, order=job.order, group=job.group)
+        snapshots = MaskSnapshots(calibrated)
+        undo.append(snapshots.restore_dense)
+        found = _probe_and_compare(prober, snapshots, job, target, sparsity)
+        schedule = f"{job.order} probe, shrink {job.shrink:g}, tolerance {job.tolerance:g}"
+        return calibrated.outcome(
+            score=str(job.score), schedule=schedule, scope=scope, allocation=job.allocation, asked=sparsity,
+            pattern=None if job.pattern is None else job.pattern.text, found=tuple(found),
         )  # fmt: skip
 
 
-def _judged(
-    work: Probe,
-    wardrobe: Wardrobe,
-    evaluate: Metric | None,
-    tolerances: Sequence[float],
-    refresh: bool,
-    pool: float,
-    tolerance: float,
-    exactly: float | None,
+def _probe_and_compare(
+    prober: Probe, snapshots: MaskSnapshots, job: _Job, target: _Target, sparsity: float
 ) -> list[tuple[str, float]]:
-    """Probe, and say how the model does before and after, in the score's own masks, and at other tolerances."""
-    subject = work.subject
-    metric = evaluate or (lambda _: mean_loss(subject))
-    what = "" if evaluate else "loss on the first batches, "
-    found = [(f"{what}before", subject.judge(metric))]
+    """Probe, and return the metric before, after, for the score's own masks, and at other tolerances."""
+    calibrated, tolerances = prober.calibrated, target.tolerances
+    metric = target.evaluate or (lambda _: mean_loss(calibrated))
+    prefix = "" if target.evaluate else "loss on the first batches, "
+    pool = min(MAX_POOL, EXACT_POOL * sparsity) if target.exact else sparsity
+    found = [(f"{prefix}before", calibrated.evaluate(metric))]
     began = time.perf_counter()
-    trials = work.level(pool, tolerance, refresh, exactly)
-    subject.record(pool, time.perf_counter() - began)
-    found.append((f"{what}after", subject.judge(metric)))
-    found.append(alone(work, wardrobe, what, metric, refresh))
-    for other in tolerances:
-        worn = [work.without(trial, other) for trial in trials]
-        with wardrobe.wearing(worn):
-            gone = share_gone(worn, subject)
-            found.append((f"{what}tolerance {other:g}, sparsity {gone:.4f}", subject.judge(metric)))
+    trials = prober.level(pool, job.tolerance, job.refresh, sparsity if target.exact else None)
+    calibrated.record_update(pool, time.perf_counter() - began)
+    found.append((f"{prefix}after", calibrated.evaluate(metric)))
+    name, value = score_alone(prober, snapshots, metric, job.refresh)
+    found.append((prefix + name, value))
+    for tolerance in tolerances:
+        masks = [prober.mask_at(trial, tolerance) for trial in trials]
+        with snapshots.applied(masks):
+            sparsity_there = sparsity_of(masks, calibrated)
+            name = f"{prefix}tolerance {tolerance:g}, sparsity {sparsity_there:.4f}"
+            found.append((name, calibrated.evaluate(metric)))
     return found
 
 
-def check_probe(order: str, group: int | str, shrink: float, tolerance: float, exact: bool) -> None:
-    if order not in ORDERS:
-        raise PatternError(f"No order {order!r}. Use one of {', '.join(map(repr, ORDERS))}.")
-    if group != "block" and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
-        raise PatternError(f"group is a number of layers, at least 1, or 'block'; got {group!r}.")
-    if not 0 <= shrink < 1:
-        raise ScheduleError(f"shrink must be in [0, 1): candidates are multiplied by it; got {shrink!r}.")
-    if not tolerance >= 0:
-        raise ScheduleError(f"tolerance must be at least 0: by how much a gradient may grow; got {tolerance!r}.")
-    if exact and tolerance:
-        raise ScheduleError("exact=True ranks by score and growth and knows no tolerance. Leave one of them out.")
+def mean_loss(calibrated: CalibratedModel) -> float:
+    """The mean loss of the first calibration batches: it compares masks, and is no measure of quality."""
+    losses = calibrated.losses(LOSS_ELEMENTS)
+    return sum(losses) / len(losses)
 
 
-TRIES = 7  # tolerances that are tried when a level fails: none, then ever closer to the largest that will do
-PLATEAU = 2  # levels in a row that may prune nothing more
-LEAST_RISE = 1e-4  # of sparsity, for a level to count as having pruned something
-HIGHEST = 0.99
+class MaskSnapshots:
+    """Keeps a dense copy of the weights, on the device if it fits, to evaluate alternative masks."""
+
+    def __init__(self, calibrated: CalibratedModel) -> None:
+        self._calibrated = calibrated
+        weights = [site.parameter.detach() for site in calibrated.sites]
+        copy = torch.clone if fits_copy(weights, calibrated.memory) else on_host
+        with calibrated.stages.stage("a copy of the weights"):
+            self._dense = [copy(weight) for weight in weights]
+
+    @torch.no_grad()
+    def apply(self, masks: Sequence[Tensor] | None) -> None:
+        """Set the weights to the dense ones with these flat masks, or without masks."""
+        weights = [site.parameter.detach() for site in self._calibrated.sites]
+        for weight, dense in zip(weights, self._dense, strict=True):
+            weight.copy_(dense, non_blocking=True)
+        if masks is not None:
+            shaped = [m if m.dtype != torch.bool else m.view(w.shape) for m, w in zip(masks, weights, strict=True)]
+            kernels.zero(weights, shaped)
+
+    @contextmanager
+    def applied(self, masks: Sequence[Tensor] | None) -> Iterator[None]:
+        """Applies these masks temporarily; restores the current ones on exit."""
+        try:
+            self.apply(masks)
+            yield
+        finally:
+            self.apply(self._calibrated.held.masks)
+
+    def restore_dense(self) -> None:
+        """Set the weights to the dense ones."""
+        self.apply(None)
+
+
+def score_alone(prober: Probe, snapshots: MaskSnapshots, metric: Metric, refresh: bool) -> tuple[str, float]:
+    """The name and metric of the score without the veto, at the sparsity that the probe achieved.
+
+    `refresh` gathers the facts of the dense model again, after later facts have replaced them.
+    """
+    calibrated = prober.calibrated
+    with snapshots.applied(None):
+        masks = prober.kept_at(calibrated.sparsity, refresh=refresh, anew=True)
+    with snapshots.applied(masks):
+        name = f"{prober.score.name} alone at sparsity {sparsity_of(masks, calibrated):.4f}"
+        return name, calibrated.evaluate(metric)
+
+
+def sparsity_of(masks: Sequence[Tensor], calibrated: CalibratedModel) -> float:
+    """The sparsity of masks of the calibrated weights."""
+    return 1 - sum(kernels.population(masks)) / sum(shape.numel() for shape in calibrated.held.shapes)
 
 
 def probe_until(
@@ -227,125 +261,155 @@ def probe_until(
     progress: bool = False,
     distributed: bool | None = None,
 ) -> Outcome:
-    """Probe at `start`, then at `step` more, and so on, while `evaluate(model)` (higher is better, on data that is not
-    among the batches) is at most `max_drop` below what it was.
+    """Probe at rising sparsity while `evaluate(model)` stays within `max_drop` of the dense model.
 
-    A level that falls further is tried again with smaller tolerances (`tune`; "both" goes back one level further and
-    repeats that one too); if none will do, the model is as after the last good level, dense if there was none. The
-    search also ends when `PLATEAU` levels in a row prune nothing more. The report lists every level. `distributed` is
-    as in `prune`; what `evaluate` says on the first rank decides.
+    `evaluate` returns a metric where higher is better, on data that is not among the batches; on several ranks the
+    first one's value decides. The search also ends when `PLATEAU` consecutive levels prune nothing more. The report
+    lists every level. Arguments that are not listed are those of `probe`.
+
+    Args:
+        start: sparsity of the first level; each further level asks for `step` more.
+        tune: try a failed level again with smaller tolerances. "both" goes back one level further and repeats that one
+            too. If none holds, the model stays as after the last good level, or dense.
     """
-    with told_to_all(model, distributed):
-        check_probe(order, group, shrink, tolerance, exact=False)
-        if not (0 < start < 1 and step > 0 and max_drop >= 0):
-            raise ScheduleError(
-                f"Need 0 < start < 1, step > 0 and max_drop >= 0; got {start!r}, {step!r}, {max_drop!r}."
-            )
-        if tune not in (False, True, "both"):
-            raise ScheduleError(f"tune is False, True or 'both', not {tune!r}.")
-        chosen = resolve(score)
-        check_choice(start, scope or "model", None, None)
-    with undone_on_error() as undo, Subject(
-        model, batches, loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
+    settings = CalibrationSettings(
+        loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
         distributed=distributed,
-    ) as subject:  # fmt: skip
-        scope = scope_for(chosen, scope, None, None, subject.sites)
-        _, select = selector(scope, None, None, start)
-        work = Probe(subject, chosen, select, shrink=shrink, order=order, group=group)
-        search = _Search(work, Wardrobe(subject), evaluate, max_drop, tune, refresh)
-        undo.append(search.wardrobe.take_off)
-        search.run(start, step, tolerance)
-        found = [*search.history, alone(work, search.wardrobe, "", evaluate, refresh)]
-        how = f"{order} probes from {start:g} by {step:g}, shrink {shrink:g}, tolerance {tolerance:g}"
-        return subject.outcome(score=str(chosen), schedule=how, scope=scope, asked=search.asked, found=tuple(found))
+    )  # fmt: skip
+    with told_to_all(model, distributed):
+        job = _Job(
+            score=resolve(score), scope=scope, shrink=shrink, tolerance=tolerance, order=order, group=group,
+            refresh=refresh,
+        )  # fmt: skip
+        job.check()
+        levels = _Levels(evaluate, start, step, max_drop, tune)
+        levels.check()
+        check_choice(start, scope or "model", None, None)
+    return _probe_levels(model, batches, job, settings, levels)
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """The arguments of `probe_until` alone: the levels to try, and when one fails."""
+
+    evaluate: Metric
+    start: float
+    step: float
+    max_drop: float
+    tune: bool | str
+
+    def check(self) -> None:
+        if not (0 < self.start < 1 and self.step > 0 and self.max_drop >= 0):
+            found = f"{self.start!r}, {self.step!r}, {self.max_drop!r}"
+            raise ScheduleError(f"Need 0 < start < 1, step > 0 and max_drop >= 0; got {found}.")
+        if self.tune not in (False, True, "both"):
+            raise ScheduleError(f"tune is False, True or 'both', not {self.tune!r}.")
+
+
+def _probe_levels(
+    model: nn.Module, batches: Iterable[Batch] | Tensor, job: _Job, settings: CalibrationSettings, levels: _Levels
+) -> Outcome:
+    with restore_on_error() as undo, CalibratedModel(model, batches, settings) as calibrated:
+        scope = scope_for(job.score, job.scope, None, None, calibrated.sites)
+        _, select = selector(scope, None, None, levels.start)
+        prober = Probe(calibrated, job.score, select, shrink=job.shrink, order=job.order, group=job.group)
+        search = _Search(prober, MaskSnapshots(calibrated), levels, job.refresh)
+        undo.append(search.snapshots.restore_dense)
+        search.run(job.tolerance)
+        found = (*search.history, score_alone(prober, search.snapshots, levels.evaluate, job.refresh))
+        schedule = (
+            f"{job.order} probes from {levels.start:g} by {levels.step:g}, shrink {job.shrink:g}, tolerance"
+            f" {job.tolerance:g}"
+        )
+        return calibrated.outcome(score=str(job.score), schedule=schedule, scope=scope, asked=search.asked, found=found)
 
 
 @dataclass
 class _Search:
-    """Levels gone through so far. `good` are the masks after each level that was accepted, dense first."""
+    """The levels of `probe_until` so far. `good` holds the masks before and after the last accepted level."""
 
-    work: Probe
-    wardrobe: Wardrobe
-    evaluate: Metric
-    max_drop: float
-    tune: bool | str
+    prober: Probe
+    snapshots: MaskSnapshots
+    levels: _Levels
     refresh: bool
     asked: float = 0.0
     history: list[tuple[str, float]] = field(default_factory=list)
     good: list[list[Tensor]] = field(default_factory=list)
-    levels: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)
 
-    def run(self, start: float, step: float, tolerance: float) -> None:
-        subject = self.work.subject
-        initial = subject.judge(self.evaluate)
-        if not math.isfinite(initial):
-            raise ScheduleError(f"evaluate(model) gave {initial} before anything was pruned: nothing can be compared.")
-        self.history.append(("dense", initial))
+    def run(self, tolerance: float) -> None:
+        calibrated, levels = self.prober.calibrated, self.levels
+        dense = calibrated.evaluate(levels.evaluate)
+        if not math.isfinite(dense):
+            raise ScheduleError(
+                f"evaluate(model) returned {dense} for the dense model: nothing can be compared with it."
+            )
+        self.history.append(("dense", dense))
         self.good.append(self._masks())
         flat, number = 0, 0
-        while (level := min(HIGHEST, start + number * step)) and flat < PLATEAU:
-            began, before = time.perf_counter(), subject.sparsity
-            trials = self.work.level(level, tolerance, self.refresh)
-            figure = self._measure(level, tolerance)
-            if not initial - figure <= self.max_drop:  # NaN is a failure too
-                better = self._tuned(level, tolerance, trials, initial)
-                if better is None:
-                    self._wear(self.good[-1])
-                    self.history.append((f"back to sparsity {subject.sparsity:.4f}", subject.judge(self.evaluate)))
+        while (level := min(HIGHEST, levels.start + number * levels.step)) and flat < PLATEAU:
+            began, before = time.perf_counter(), calibrated.sparsity
+            trials = self.prober.level(level, tolerance, self.refresh)
+            if not dense - self._measure(level, tolerance) <= levels.max_drop:  # NaN is a failure too
+                tuned = self._tune(level, tolerance, trials, dense)
+                if tuned is None:
+                    self._set(self.good[-1])
+                    name = f"back to sparsity {calibrated.sparsity:.4f}"
+                    self.history.append((name, calibrated.evaluate(levels.evaluate)))
                     return
-                tolerance = better
+                tolerance = tuned
             self.good = [*self.good[-1:], self._masks()]
-            self.levels.append(level)
+            self.accepted.append(level)
             self.asked = level
-            subject.record(level, time.perf_counter() - began)
-            flat = 0 if subject.sparsity > before + LEAST_RISE else flat + 1
+            calibrated.record_update(level, time.perf_counter() - began)
+            flat = 0 if calibrated.sparsity > before + MIN_RISE else flat + 1
             number += 1
             if level == HIGHEST:
                 return
 
     def _masks(self) -> list[Tensor]:
-        return [mask.clone() for mask in self.work.subject.held.masks]
+        return [mask.clone() for mask in self.prober.calibrated.held.masks]
 
-    def _wear(self, masks: list[Tensor]) -> None:
+    def _set(self, masks: list[Tensor]) -> None:
         """Hold these masks over the dense weights."""
-        self.wardrobe.put_on(None)
-        self.work.wear(masks)
+        self.snapshots.apply(None)
+        self.prober.set_masks(masks)
 
     def _measure(self, level: float, tolerance: float) -> float:
-        figure = self.work.subject.judge(self.evaluate)
-        name = f"level {level:.3g}, tolerance {tolerance:.4g}, sparsity {self.work.subject.sparsity:.4f}"
-        self.history.append((name, figure))
-        return figure
+        value = self.prober.calibrated.evaluate(self.levels.evaluate)
+        name = f"level {level:.3g}, tolerance {tolerance:.4g}, sparsity {self.prober.calibrated.sparsity:.4f}"
+        self.history.append((name, value))
+        return value
 
-    def _tuned(self, level: float, tolerance: float, trials: list[Trial], initial: float) -> float | None:
-        """The largest tolerance found, below the one that failed, at which the level holds; it is then in force."""
-        if not self.tune or tolerance == 0:
+    def _tune(self, level: float, tolerance: float, trials: list[Trial], dense: float) -> float | None:
+        """The largest tolerance found below the failed one at which the level holds; its masks are set then."""
+        if not self.levels.tune or tolerance == 0:
             return None
-        last = share_gone(self.good[-1], self.work.subject)
-        below, above, best = 0.0, tolerance, None
+        last = sparsity_of(self.good[-1], self.prober.calibrated)
+        holds, fails, best = 0.0, tolerance, None
         kept: list[Tensor] = []
         for attempt in range(TRIES):
-            middle = 0.0 if attempt == 0 else (below * above) ** 0.5 if below else above / 4
-            self._again(level, middle, trials)
-            if initial - self._measure(level, middle) <= self.max_drop:
-                below = middle
-                if self.work.subject.sparsity > last:
+            middle = 0.0 if attempt == 0 else (holds * fails) ** 0.5 if holds else fails / 4
+            self._retry(level, middle, trials)
+            if dense - self._measure(level, middle) <= self.levels.max_drop:
+                holds = middle
+                if self.prober.calibrated.sparsity > last:
                     best, kept = middle, self._masks()
             elif middle == 0.0:
                 return None
             else:
-                above = middle
+                fails = middle
         if best is not None:
-            self._wear(kept)
+            self._set(kept)
         return best
 
-    def _again(self, level: float, tolerance: float, trials: list[Trial]) -> None:
-        """The level once more from the last good masks, or, tuning both, from those before them."""
-        both = self.tune == "both" and len(self.good) > 1
-        self._wear(self.good[0] if both else self.good[-1])
+    def _retry(self, level: float, tolerance: float, trials: list[Trial]) -> None:
+        """Repeat the level from the last good masks, or with tune="both" from those before them."""
+        both = self.levels.tune == "both" and len(self.good) > 1
+        self._set(self.good[0] if both else self.good[-1])
         if both:
-            self.work.level(self.levels[-1], tolerance, self.refresh)
+            self.prober.level(self.accepted[-1], tolerance, self.refresh)
         if trials and not both:
-            self.work.hold((trial.number, trial.going(tolerance)) for trial in trials)
+            self.prober.remove((trial.number, trial.agreed(tolerance)) for trial in trials)
         else:
-            self.work.level(level, tolerance, self.refresh)
+            self.prober.level(level, tolerance, self.refresh)

@@ -1,10 +1,10 @@
-"""`prune`: make a trained model sparse from a few batches of data."""
+"""`prune`: make a trained model sparse from a few batches of data; and the named recipes for it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from secateur.errors import PatternError, ScheduleError
 from secateur.model.distributed import told_to_all
 from secateur.model.prunable import Globs, unfit_for
-from secateur.oneshot.batches import Batch, Loss
-from secateur.oneshot.calibration import Subject, scope_for, undone_on_error
+from secateur.oneshot.batches import Batch, Loss, restore_on_error
+from secateur.oneshot.calibration import CalibratedModel, CalibrationSettings, scope_for
 from secateur.oneshot.gradients import on_host
-from secateur.oneshot.reconstruct import repair, sparsegpt, sparsegpt_unfit
+from secateur.oneshot.reconstruct import reconstruct_weights, sparsegpt, sparsegpt_unfit
 from secateur.report import Outcome
 from secateur.schedules import cubic
 from secateur.scores import Score, resolve
@@ -47,96 +47,125 @@ def prune(
     progress: bool = False,
     distributed: bool | None = None,
 ) -> Outcome:
-    """Prune a trained model in place to exactly this sparsity, and say what was done.
+    """Prune a trained model in place to exactly this sparsity, and return a report with the masks (`report.masks`).
 
-    `batches` are drawn once (the first `limit`): token ids, (inputs, targets), or mappings a Hugging Face model takes.
-    `loss(model, batch)` replaces the usual one. `score` is any registered score; those that read Adam's moments are fed
-    with means over the batches of gradients and their squares, `wanda` with norms of inputs. `scope` defaults to that
-    of the score's paper: rows for wanda (the whole model in convolutional networks), layers for magnitude, otherwise
-    the whole model. Positions that an attention mask marks as padding are no inputs. With `rounds`, sparsity rises
-    along a cubic and everything is measured anew in between. `reconstruct=True` repairs the surviving weights at the
-    end, "every" after every round, so that the next round measures the repaired ones. `method="sparsegpt"` is SparseGPT
-    itself, which chooses by its own rule. On a GPU a model in fp32 is measured in bf16 (autocast), unless `loss` is
-    given. `memory` ("24GB") limits what the GPU holds in all, weights included. A model on the host is streamed to
-    `device` block by block, if that is another. The report has the masks (`report.masks`). Ranks of a model in
-    DistributedDataParallel or fully_shard, and those of the default group with `distributed=True`, share the batches:
-    every rank is given all of them and gets the masks that one process would.
+    Any error, also Ctrl-C, leaves the model as it was, to the bit. For that the host keeps the pruned values, or, with
+    `reconstruct` or "sparsegpt", a copy of all prunable weights.
 
-    Any error, and Ctrl-C, leaves the model as it was, to the bit. For that the host keeps the weights that are pruned,
-    or, with `reconstruct` or "sparsegpt", a copy of all prunable weights.
+    Args:
+        batches: token ids, (inputs, targets), or mappings for a Hugging Face model; read once, the first `limit`.
+            Positions that an attention mask marks as padding do not count as inputs.
+        score: any registered score. Scores that read Adam's moments get means of gradients and their squares over the
+            batches; `wanda` gets norms of inputs.
+        scope: by default that of the score's paper: rows for wanda (the whole model in convolutional networks), layers
+            for magnitude, otherwise the whole model.
+        rounds: sparsity rises along a cubic in so many rounds, and every round measures anew.
+        reconstruct: True reconstructs the surviving weights at the end, "every" after every round, so that the next
+            round measures reconstructed weights.
+        loss: `loss(model, batch)` instead of the default. Without it, an fp32 model on a GPU is measured in bf16
+            (autocast).
+        method: "sparsegpt" runs SparseGPT, which chooses masks and weights together, instead of a score.
+        memory: limit of CUDA memory in all, weights included, such as "24GB".
+        device: any torch device. A model on another one is streamed to it block by block.
+        distributed: ranks of a model in DistributedDataParallel or fully_shard, and those of the default group with
+            True, share the batches. Pass all batches to every rank; the masks are those of one process.
     """
+    settings = CalibrationSettings(
+        loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
+        distributed=distributed, autocast=True,
+    )  # fmt: skip
     with told_to_all(model, distributed):
-        shape, chosen = parse_pattern(pattern), resolve(score)
-        _check(rounds, reconstruct, method, scope is None and allocation is None)
-        if method is None:
-            check_choice(sparsity, scope or "model", shape, allocation)
-    settings: dict[str, Any] = {
-        "loss": loss, "skip": skip, "only": only, "limit": limit, "memory": memory, "device": device,
-        "progress": progress, "swift": True, "distributed": distributed,
-        "unfit": sparsegpt_unfit(shape) if method == SPARSEGPT else unfit_for(shape),
-    }  # fmt: skip
-    if method == SPARSEGPT:
-        with undone_on_error() as undo, Subject(model, batches, **settings) as subject:
-            undo.append(subject.undoing(_on_host(subject)))
-            return _by_sparsegpt(subject, sparsity, shape)
-    with undone_on_error() as undo, Subject(model, batches, **settings) as subject:
-        scope = scope_for(chosen, scope, shape, allocation, subject.sites)
-        wanted, select = selector(scope, shape, allocation, sparsity)
-        how = f"{rounds} round{'s' if rounds > 1 else ''}" + (f", repaired ({reconstruct})" if reconstruct else "")
-        dense = _on_host(subject) if reconstruct else None
-        undo.append(subject.undoing(dense))
-        _in_rounds(subject, chosen, select, wanted, rounds, reconstruct, dense or {})
-        return subject.outcome(
-            score=str(chosen), schedule=how, scope=scope, pattern=pattern, allocation=allocation, asked=wanted
-        )
+        shape = parse_pattern(pattern)
+        job = _Job(
+            score=resolve(score), sparsity=sparsity, scope=scope, pattern=shape, allocation=allocation, rounds=rounds,
+            reconstruct=reconstruct, method=method,
+        )  # fmt: skip
+        job.check()
+    work = _by_score if method is None else _by_sparsegpt
+    return work(model, batches, job, settings)
 
 
-def _on_host(subject: Subject) -> dict[str, Tensor]:
-    """A copy of the dense weights on the host."""
-    return {site.name: on_host(site.parameter.detach()) for site in subject.sites}
+@dataclass(frozen=True)
+class _Job:
+    """The arguments of `prune` that say what to prune."""
+
+    score: Score
+    sparsity: float | None
+    scope: str | None
+    pattern: Pattern | None
+    allocation: str | None
+    rounds: int
+    reconstruct: bool | str
+    method: str | None
+
+    def check(self) -> None:
+        if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or self.rounds < 1:
+            raise ScheduleError(f"rounds is how many times to measure and select, at least 1; got {self.rounds!r}.")
+        if self.reconstruct not in (False, True, "every"):
+            raise ScheduleError(f"reconstruct is False, True or 'every', not {self.reconstruct!r}.")
+        if self.method not in (None, SPARSEGPT):
+            raise PatternError(f"No method {self.method!r}. Use {SPARSEGPT!r}, or None and a score.")
+        if self.method is None:
+            check_choice(self.sparsity, self.scope or "model", self.pattern, self.allocation)
+        elif self.scope is not None or self.allocation is not None or self.rounds != 1 or self.reconstruct:
+            raise PatternError(f"{SPARSEGPT!r} has its own scope, rounds and reconstruction. Leave those settings out.")
+
+    @property
+    def schedule(self) -> str:
+        """The rounds as the report names them."""
+        rounds = f"{self.rounds} round{'s' if self.rounds > 1 else ''}"
+        return rounds + (f", reconstructed ({self.reconstruct})" if self.reconstruct else "")
 
 
-def _check(rounds: int, reconstruct: bool | str, method: str | None, plain: bool) -> None:
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise ScheduleError(f"rounds is how many times to measure and select, at least 1; got {rounds!r}.")
-    if reconstruct not in (False, True, "every"):
-        raise ScheduleError(f"reconstruct is False, True or 'every', not {reconstruct!r}.")
-    if method not in (None, SPARSEGPT):
-        raise PatternError(f"No method {method!r}. Use {SPARSEGPT!r}, or None and a score.")
-    if method == SPARSEGPT and not (plain and rounds == 1 and reconstruct is False):
-        raise PatternError(f"{SPARSEGPT!r} has its own scope, rounds and repair. Leave those settings out.")
+def _by_score(model: nn.Module, batches: Iterable[Batch] | Tensor, job: _Job, settings: CalibrationSettings) -> Outcome:
+    settings = replace(settings, unfit=unfit_for(job.pattern))
+    with restore_on_error() as undo, CalibratedModel(model, batches, settings) as calibrated:
+        scope = scope_for(job.score, job.scope, job.pattern, job.allocation, calibrated.sites)
+        sparsity, select = selector(scope, job.pattern, job.allocation, job.sparsity)
+        dense = _dense_copy(calibrated) if job.reconstruct else None
+        undo.append(calibrated.undo(dense))
+        _run_rounds(calibrated, job, select, sparsity, dense or {})
+        return calibrated.outcome(
+            score=str(job.score), schedule=job.schedule, scope=scope, allocation=job.allocation, asked=sparsity,
+            pattern=None if job.pattern is None else job.pattern.text,
+        )  # fmt: skip
 
 
-def _in_rounds(
-    subject: Subject,
-    score: Score,
-    select: Select,
-    wanted: float,
-    rounds: int,
-    reconstruct: bool | str,
-    dense: Mapping[str, Tensor],
+def _dense_copy(calibrated: CalibratedModel) -> dict[str, Tensor]:
+    """Host copies of the prunable weights by name."""
+    return {site.name: on_host(site.parameter.detach()) for site in calibrated.sites}
+
+
+def _run_rounds(
+    calibrated: CalibratedModel, job: _Job, select: Select, sparsity: float, dense: Mapping[str, Tensor]
 ) -> None:
-    """Measure, select, apply and perhaps repair, so many times."""
-    ramp = cubic(wanted, begin=0, end=rounds)
-    for number in range(1, rounds + 1):
-        facts = subject.facts(score)
+    """Measure, select, apply and perhaps reconstruct, in every round."""
+    ramp = cubic(sparsity, begin=0, end=job.rounds)
+    for number in range(1, job.rounds + 1):
+        facts = calibrated.facts(job.score)
         began = time.perf_counter()
-        with subject.stages.stage("selection"), torch.no_grad():
-            asked = wanted if number == rounds else ramp(number)
-            picked = select(subject.targets(score, facts, asked, select.together), asked, subject.held.packed)
-        del facts
-        subject.take(picked, asked, time.perf_counter() - began)
-        if reconstruct == "every" or (reconstruct and number == rounds):
-            repair(subject, dense)
+        with calibrated.stages.stage("selection"), torch.no_grad():
+            asked = sparsity if number == job.rounds else ramp(number)
+            targets = calibrated.targets(job.score, facts, asked, select.together)
+            chosen = select(targets, asked, calibrated.held.packed)
+        del facts, targets
+        calibrated.set_masks(chosen, asked, time.perf_counter() - began)
+        if job.reconstruct == "every" or (job.reconstruct and number == job.rounds):
+            reconstruct_weights(calibrated, dense)
 
 
-def _by_sparsegpt(subject: Subject, sparsity: float | None, pattern: Pattern | None) -> Outcome:
-    wanted = check_choice(sparsity, "layer", pattern, None)
-    if pattern is not None and pattern.kept is None:
-        raise PatternError(f"{SPARSEGPT!r} knows n:m patterns, not {pattern.text!r}.")
-    began = time.perf_counter()
-    masks = sparsegpt(subject, wanted, pattern)
-    masks = [to_bits(mask) for mask in masks] if subject.held.packed else masks
-    subject.take(Selection(masks, [None] * len(masks)), wanted, time.perf_counter() - began)
-    text = None if pattern is None else pattern.text
-    return subject.outcome(score=SPARSEGPT, schedule="1 round", scope="layer", pattern=text, asked=wanted)
+def _by_sparsegpt(
+    model: nn.Module, batches: Iterable[Batch] | Tensor, job: _Job, settings: CalibrationSettings
+) -> Outcome:
+    settings = replace(settings, unfit=sparsegpt_unfit(job.pattern))
+    with restore_on_error() as undo, CalibratedModel(model, batches, settings) as calibrated:
+        undo.append(calibrated.undo(_dense_copy(calibrated)))
+        sparsity = check_choice(job.sparsity, "layer", job.pattern, None)
+        if job.pattern is not None and job.pattern.kept is None:
+            raise PatternError(f"{SPARSEGPT!r} supports n:m patterns, not {job.pattern.text!r}.")
+        began = time.perf_counter()
+        masks = sparsegpt(calibrated, sparsity, job.pattern)
+        masks = [to_bits(mask) for mask in masks] if calibrated.held.packed else masks
+        calibrated.set_masks(Selection(masks, [None] * len(masks)), sparsity, time.perf_counter() - began)
+        text = None if job.pattern is None else job.pattern.text
+        return calibrated.outcome(score=SPARSEGPT, schedule="1 round", scope="layer", pattern=text, asked=sparsity)

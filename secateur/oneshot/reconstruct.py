@@ -1,15 +1,16 @@
-"""Reconstruction: surviving weights changed so that a layer's outputs stay what they were, given X^T X of its inputs.
+"""Reconstruction and SparseGPT: change surviving weights so that layer outputs stay close to the dense model's.
 
-Pure functions on matrices `[outputs, inputs]`. `sweep` goes over the columns once and makes up for each weight that is
-dropped in those to its right (optimal brain surgeon in the form of SparseGPT, Frantar and Alistarh 2023). `solve` finds
-the best surviving weights for a mask, by conjugate gradients over all rows at once.
+First pure functions on matrices `[outputs, inputs]` and X^T X of their inputs: `sweep` goes over the columns once and
+compensates each pruned weight in the columns to its right (optimal brain surgeon in the form of SparseGPT, Frantar and
+Alistarh 2023); `solve` finds the best surviving weights for a mask by conjugate gradients. Then the layerwise pass that
+gathers those products block by block, and the two methods that use it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -21,26 +22,32 @@ from torch import Tensor, nn
 from secateur.errors import FactError, PatternError
 from secateur.model.distributed import Ranks
 from secateur.model.prunable import Prunable, Unfit, unfit_for
-from secateur.oneshot.activations import Inputs, product_of
-from secateur.oneshot.batches import Batch, quiet, real_positions, to_device
-from secateur.oneshot.blocks import Chain, enter
-from secateur.oneshot.calibration import Subject
-from secateur.oneshot.offload import landed
+from secateur.oneshot.activations import Calls, ForwardDone, InputRecorder, PairedInputs
+from secateur.oneshot.batches import Batch, eval_mode, padding_masks, to_device
+from secateur.oneshot.blocks import Chain, capture_chain
+from secateur.oneshot.calibration import CalibratedModel
+from secateur.oneshot.offload import moved
 from secateur.selection.exact import DEAD_KEY, keys_of, without_lowest
 from secateur.selection.tiles import Layout, Pattern, tile_of
 
-COLUMNS = 128  # that a sweep finishes before it brings all to their right up to date
-DAMPING = 0.01  # of the mean of the diagonal, added to it
+COLUMNS = 128  # that a sweep finishes before it updates all columns to their right
+DAMPING = 0.01  # added to the diagonal, as a fraction of its mean
 ATTEMPTS = 6  # each with ten times the damping of the one before
+STEPS = 10  # of conjugate gradients; 6 and 30 steps give the same perplexity
+TOWARD_DENSE = 0.5  # weight of the dense model's output in the target; the rest is dense weights on current inputs
+MERGE_BYTES = 256 << 20  # of hidden states run through a block at once on an accelerator
+CPU_MERGE_BYTES = 0  # larger batches are not faster on CPUs
 
-# Columns, the diagonal of the factor there, which of their weights are alive (None: all), and which columns have
-# inputs that are always zero, to a mask.
+# From columns, the factor's diagonal there, their unpruned weights (None: all) and which columns have zero inputs, to a
+# mask.
 Choice = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+# A weight, X^T X of its matrices, Z^T X with the dense model's inputs Z if they correspond, and the numbers of inputs.
+LayerUpdate = Callable[[Prunable, Tensor, Tensor | None, Tensor], None]
 
 
 def damped(product: Tensor, damping: float = DAMPING) -> Tensor:
-    """X^T X with a share of its mean diagonal added to the diagonal. An input that was always zero gets the mean, so
-    that its weights do not move, and counts for no mean."""
+    """X^T X with a fraction of its mean diagonal added to the diagonal. An input that is always zero gets the mean, so
+    that its weights do not change, and does not count in the mean."""
     diagonal = product.diagonal()
     silent = diagonal == 0
     mean = (diagonal.sum() / (~silent).sum().clamp(min=1)).clamp(min=1e-30)
@@ -48,7 +55,7 @@ def damped(product: Tensor, damping: float = DAMPING) -> Tensor:
 
 
 def inverse_factor(product: Tensor, damping: float = DAMPING) -> tuple[Tensor, float]:
-    """The upper factor U of the inverse, U^T U, and the damping it took to make the matrix positive definite."""
+    """The upper factor U of the inverse, U^T U, and the damping that made the matrix positive definite."""
     for _ in range(ATTEMPTS):
         lower, failed = torch.linalg.cholesky_ex(damped(product, damping))
         if not failed:
@@ -70,32 +77,35 @@ def sweep(
     alive: Tensor | None = None,
     silent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The weight with some dropped and the others to their right made up for it; and the mask, which is chosen for
-    every `span` columns (a divisor of `COLUMNS`) once those to their left are done. What is not `alive` stays gone.
-    `silent` columns have inputs that are always zero: nothing is lost with their weights."""
+    """The weight after pruning and compensation, and the mask.
+
+    The mask is chosen for `span` columns at a time (a divisor of `COLUMNS`), after those to their left are done.
+    Weights that are not `alive` stay pruned. `silent` columns have inputs that are always zero, so their weights cost
+    nothing.
+    """
     weight, width = weight.clone(), weight.shape[1]
     silent = torch.zeros(width, dtype=torch.bool, device=weight.device) if silent is None else silent
     kept = torch.ones_like(weight, dtype=torch.bool)
     for begin in range(0, width, COLUMNS):
         end = min(begin + COLUMNS, width)
-        part, mine = weight[:, begin:end], factor[begin:end, begin:end]
-        errors = torch.zeros_like(part)
+        columns, local = weight[:, begin:end], factor[begin:end, begin:end]
+        errors = torch.zeros_like(columns)
         for column in range(end - begin):
             if column % span == 0:
                 chosen = slice(column, column + span)
                 living = None if alive is None else alive[:, begin:end][:, chosen]
                 idle = silent[begin:end][chosen]
-                kept[:, begin:end][:, chosen] = choose(part[:, chosen], mine.diagonal()[chosen], living, idle)
-            dropped = part[:, column].masked_fill(kept[:, begin + column], 0)
-            errors[:, column] = dropped / mine[column, column]
-            part[:, column:] -= errors[:, column, None] * mine[column, None, column:]
+                kept[:, begin:end][:, chosen] = choose(columns[:, chosen], local.diagonal()[chosen], living, idle)
+            pruned = columns[:, column].masked_fill(kept[:, begin + column], 0)
+            errors[:, column] = pruned / local[column, column]
+            columns[:, column:] -= errors[:, column, None] * local[column, None, column:]
         weight[:, end:] -= errors @ factor[begin:end, end:]
     return weight.masked_fill_(~kept, 0), kept
 
 
 def cheapest(sparsity: float, total: int) -> Choice:
-    """A choice that drops this share of `total` weights exactly, those whose loss costs least. Weights that cost
-    nothing go at once, up to the whole share; then fewer go later."""
+    """A choice that prunes exactly this fraction of `total` weights, the cheapest first. Weights that cost nothing are
+    pruned at once, up to the whole fraction, and then fewer later."""
     seen = gone = 0
 
     def choose(part: Tensor, diagonal: Tensor, alive: Tensor | None, silent: Tensor) -> Tensor:
@@ -111,7 +121,7 @@ def cheapest(sparsity: float, total: int) -> Choice:
 
 
 def groups_of(kept: int, of: int) -> Choice:
-    """A choice that keeps the `kept` dearest of every `of` neighbours (a span of so many columns)."""
+    """A choice that keeps the `kept` most expensive of every `of` neighbours (a span of `of` columns)."""
 
     def choose(part: Tensor, diagonal: Tensor, alive: Tensor | None, silent: Tensor) -> Tensor:
         return without_lowest(_costs(part, diagonal, alive, silent).view(-1, of), of - kept).view_as(part)
@@ -120,18 +130,18 @@ def groups_of(kept: int, of: int) -> Choice:
 
 
 def _costs(part: Tensor, diagonal: Tensor, alive: Tensor | None, silent: Tensor) -> Tensor:
-    """What it costs to lose each weight, as keys. Weights that are gone already come first, then those of silent
-    inputs, smallest first."""
+    """The cost of pruning each weight, as sortable keys. Pruned weights come first, then those of silent inputs,
+    smallest first."""
     costs = torch.where(silent, -1 / (1 + part.abs()), (part / diagonal).square())
     keys = keys_of(costs.contiguous())
     return keys if alive is None else keys.masked_fill_(~alive, DEAD_KEY)
 
 
 def solve(aim: Tensor, start: Tensor, mask: Tensor, product: Tensor, steps: int) -> Tensor:
-    """Weights inside the mask that minimise |W' X - Y|^2, where `aim` is Y X^T and `product` is X X^T.
+    """Weights inside the mask that minimize |W' X - Y|^2, where `aim` is Y X^T and `product` is X X^T.
 
-    Conjugate gradients with a diagonal preconditioner, every row for itself, all rows at once: `steps` products of the
-    size of the weight with `product`, no inverse. `start` is where it begins.
+    Conjugate gradients with a diagonal preconditioner from `start`, for all rows at once: `steps` matmuls with
+    `product`, no inverse.
     """
     scale = product.diagonal().reciprocal()
     found = start * mask
@@ -143,203 +153,160 @@ def solve(aim: Tensor, start: Tensor, mask: Tensor, product: Tensor, steps: int)
         step = power / (direction * moved).sum(1, keepdim=True).clamp(min=1e-30)
         found += step * direction
         residual -= step * moved
-        turned = residual * scale
-        before, power = power, (residual * turned).sum(1, keepdim=True)
-        direction = turned + (power / before.clamp(min=1e-30)) * direction
+        scaled = residual * scale
+        before, power = power, (residual * scaled).sum(1, keepdim=True)
+        direction = scaled + (power / before.clamp(min=1e-30)) * direction
     return found
 
 
-Calls = dict[str, list[Tensor]]  # inputs of every site, one tensor for each time it was called
-# A site, X^T X of its matrices, Z^T X with the dense model's inputs Z if they correspond, and the number of inputs.
-Work = Callable[[Prunable, Tensor, Tensor | None, Tensor], None]
-
-
-MERGED = {"cuda": 256 << 20}  # bytes of state run through a block at once; on CPUs larger batches gain nothing
-
-
-class Enough(Exception):  # noqa: N818 - no error: everything that was to be seen was seen
-    """Raised inside a forward pass that need not go on."""
-
-
-class Recorder(Inputs):
-    """Keeps the inputs themselves, in the order in which sites are called."""
-
-    def __init__(self, sites: Sequence[Prunable]) -> None:
-        super().__init__(sites)
-        self.calls: Calls = {}
-
-    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
-        self.calls.setdefault(site.name, []).append(inputs.clone())
-
-
-class Paired(Inputs):
-    """X^T X of some sites, and X^T Z with the inputs Z that the dense model has in the same places."""
-
-    def __init__(self, sites: Sequence[Prunable]) -> None:
-        super().__init__(sites, products=True)
-        self.crosses: dict[str, Tensor] = {}
-        self._totals["crosses"] = self.crosses
-        self.apart: set[str] = set()  # called otherwise than in the dense model, as experts are
-        self._strayed = False  # whether any was in the batch that is watched
-        self._expected: Calls = {}
-        self._left = 0
-
-    def expect(self, dense: Mapping[str, Sequence[Tensor]]) -> None:
-        """What the dense model had in the batch that comes now; once all of it was seen the pass may end."""
-        self._expected = {site.name: list(dense.get(site.name, ())) for site in self._watched}
-        self._left, self._strayed = sum(map(len, self._expected.values())), False
-
-    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
-        super()._add(site, first, inputs)
-        waiting = self._expected.get(site.name)
-        other = waiting.pop(0) if waiting else None
-        if other is None or other.shape != inputs.shape or len(site.layout.rows) > 1:
-            self.apart.add(site.name)
-            self._strayed = True
-        else:
-            self._sum("crosses", site, 0, len(inputs), product_of(other, inputs))
-        self._left -= 1
-        if self._left == 0 and not self._strayed:  # of this batch alone, since ranks do not see each other's
-            raise Enough
-
-    def agree(self, ranks: Ranks) -> None:
-        """Have the same sites apart on every rank."""
-        self.apart |= self._anywhere(ranks, self.apart)
-
-
 @dataclass
-class Part:
-    """A stretch of the model: its sites, and how each of its batches is run through it, as it is and with dense
-    weights. Outside of blocks, layers are worked on one by one, since each may read what another has changed."""
+class Segment:
+    """A block, or everything outside of the blocks: its weights, and how to run its batches through it.
+
+    Outside of blocks, layers are updated one by one, because each may read the output of another one.
+    """
 
     sites: list[Prunable]
     batches: int  # of this rank
-    turns: int  # the batches of the rank that has most
-    real: Callable[[int], list[Tensor]]  # masks of what is not padding
+    turns: int  # batches of the rank that has most
+    padding: Callable[[int], list[Tensor]]  # masks of a batch, False at padding
     run: Callable[[int], Any]
-    run_dense: Callable[[int, Recorder], Any] | None
-    done: Callable[[], None]
+    run_dense: Callable[[int, InputRecorder], Any] | None = None
+    advance: Callable[[], None] = lambda: None
     one_by_one: bool = False
 
 
-def parts(subject: Subject, dense: Mapping[str, Tensor] | None) -> Generator[Part]:
-    """The blocks one after another, then whatever lies outside of them; with `dense`, each beside its dense twin. Each
-    rank carries its own batches along."""
-    model, sites, batches, ranks = subject.model, subject.sites, subject.own, subject.ranks
-    with subject.crossing():
-        chain = enter(model, subject.blocks, batches, subject.forward, subject.device) if subject.blocks else None
-    if not ranks.every("blocks", chain is not None):
-        chain = None
+def segments(calibrated: CalibratedModel, dense: Mapping[str, Tensor] | None) -> Generator[Segment]:
+    """The blocks in order, then the layers outside of them; with `dense` weights, each also runs its dense copy."""
+    model, sites, batches, ranks = calibrated.model, calibrated.sites, calibrated.own_batches, calibrated.ranks
+    chain = _first_states(calibrated)
     done: set[str] = set()
     if chain is not None:
-        most = MERGED.get(subject.device.type, 0) if ranks.size == 1 else 0  # each batch has sums of its own
-        with _here(chain.blocks[0], subject):  # it tries whether batches may be merged
-            chain = chain.merged(most)
         states = list(chain.states) if dense is not None else []
         for number, block in enumerate(chain.blocks):
-            inside = {id(parameter): name for name, parameter in block.named_parameters()}
-            mine = [site for site in sites if id(site.parameter) in inside]
-            done |= {site.name for site in mine}
-            with _here(block, subject):
-                yield _block(chain, number, mine, inside, states, dense, subject)
+            names = {id(parameter): name for name, parameter in block.named_parameters()}
+            own = [site for site in sites if id(site.parameter) in names]
+            done |= {site.name for site in own}
+            # Several ranks merge no batches, so each has as many turns as the rank with most batches.
+            turns = len(chain.states) if ranks.size == 1 else calibrated.turns
+            with _block_on_device(block, calibrated):
+                run = partial(chain.run, number)
+                segment = Segment(own, len(chain.states), turns, chain.padding.__getitem__, run)
+                segment.advance = partial(chain.advance, number)
+                yield segment if dense is None else _with_dense_copy(segment, chain, number, states, dense)
     if rest := [site for site in sites if site.name not in done]:
-        with subject.crossing():
-            near = partial(_on_device, subject)
-            yield Part(
-                rest, len(batches), subject.turns, lambda b: real_positions(model, near(b)),
-                lambda b: subject.forward(model, near(b)), None, lambda: None, one_by_one=True,
-            )  # fmt: skip
+
+        def batch_at(number: int) -> Batch:
+            return to_device(batches[number], calibrated.device)
+
+        with calibrated.on_device():
+            yield Segment(
+                rest,
+                len(batches),
+                calibrated.turns,
+                lambda number: padding_masks(model, batch_at(number)),
+                lambda number: calibrated.forward(model, batch_at(number)),
+                one_by_one=True,
+            )
 
 
-def _on_device(subject: Subject, batch: int) -> Batch:
-    return to_device(subject.own[batch], subject.device)
+def _first_states(calibrated: CalibratedModel) -> Chain | None:
+    """The chain of blocks before the first one, with batches merged; None if the model has no chain on every rank."""
+    chain, blocks = None, calibrated.blocks
+    if blocks:
+        with calibrated.on_device():
+            chain = capture_chain(
+                calibrated.model, blocks, calibrated.own_batches, calibrated.forward, calibrated.device
+            )
+    if not calibrated.ranks.every("blocks", chain is not None) or chain is None:
+        return None
+    limit = CPU_MERGE_BYTES if calibrated.device.type == "cpu" else MERGE_BYTES
+    with _block_on_device(chain.blocks[0], calibrated):  # merging tries the first block
+        return chain.merged(limit if calibrated.ranks.size == 1 else 0)  # ranks exchange sums batch by batch
 
 
-def _here(block: nn.Module, subject: Subject) -> AbstractContextManager[None]:
-    """Inside, a block that is streamed is on the device."""
-    return landed([*block.parameters(), *block.buffers()], subject.device)
+def _block_on_device(block: nn.Module, calibrated: CalibratedModel) -> AbstractContextManager[None]:
+    """Inside, a block of a streamed model is on the device."""
+    if not calibrated.streams:
+        return nullcontext()
+    return moved([*block.parameters(), *block.buffers()], calibrated.device)
 
 
-def _block(
-    chain: Chain,
-    number: int,
-    sites: list[Prunable],
-    inside: Mapping[int, str],
-    states: list[Tensor],
-    dense: Any,
-    subject: Subject,
-) -> Part:
-    count = len(chain.states)
-    turns = count if subject.ranks.size == 1 else subject.turns  # several ranks merge nothing
-    if dense is None:
-        return Part(
-            sites, count, turns, chain.real.__getitem__, lambda b: chain.run(number, b), None,
-            lambda: chain.advance(number),
-        )  # fmt: skip
-    twin = copy.deepcopy(chain.blocks[number])
-    its = dict(twin.named_parameters())
-    for site in sites:
-        its[inside[id(site.parameter)]].detach().copy_(dense[site.name])
-    twins = [replace(site, parameter=its[inside[id(site.parameter)]]) for site in sites]
-    ahead: dict[int, Tensor] = {}
+def _with_dense_copy(
+    segment: Segment, chain: Chain, number: int, states: list[Tensor], dense: Mapping[str, Tensor]
+) -> Segment:
+    """The segment of a block that also runs a copy of it with dense weights on the dense model's hidden states."""
+    block = chain.blocks[number]
+    names = {id(parameter): name for name, parameter in block.named_parameters()}
+    copied = copy.deepcopy(block)
+    parameters = dict(copied.named_parameters())
+    for site in segment.sites:
+        parameters[names[id(site.parameter)]].detach().copy_(dense[site.name])
+    twins = [replace(site, parameter=parameters[names[id(site.parameter)]]) for site in segment.sites]
+    outputs: dict[int, Tensor] = {}
 
-    def run_dense(batch: int, recorder: Recorder) -> None:
+    def run_dense(batch: int, recorder: InputRecorder) -> None:
         recorder.watch(twins)
         with recorder:
-            ahead[batch] = chain.run(number, batch, twin, states[batch])
+            outputs[batch] = chain.run(number, batch, copied, states[batch])
 
-    def done() -> None:
+    def advance() -> None:
         chain.advance(number)
         for batch in range(len(states)):
-            states[batch] = ahead[batch]
+            states[batch] = outputs[batch]
 
-    return Part(sites, count, turns, chain.real.__getitem__, lambda b: chain.run(number, b), run_dense, done)
+    return replace(segment, run_dense=run_dense, advance=advance)
 
 
-def in_order(subject: Subject, name: str, work: Work, dense: Mapping[str, Tensor] | None = None) -> list[Prunable]:
-    """Do this work on every site. With `dense`, layer after layer, each with what the dense model has in its place;
-    without, block after block, which takes fewer passes. Returns the sites nothing was multiplied with."""
-    idle: list[Prunable] = []
-    ranks = subject.ranks
-    stage = subject.stages.stage(name, max(1, len(subject.blocks)))
-    work_through = closing(parts(subject, dense))  # so that blocks go home whatever happens
-    with stage as tick, torch.no_grad(), quiet(subject.model), work_through as stretches:
-        for part in stretches:
-            recordings = _record(part, ranks)
-            together = _together(recordings, part.sites, ranks)
-            seen = {name for group in together for name in group}
-            together += [[site.name] for site in part.sites if site.name not in seen]  # by later batches, perhaps
-            alone = dense is not None or part.one_by_one
-            for groups in [[group] for group in together] if alone else [together]:
-                idle += _visit(part, groups, recordings, work, subject)
-            part.done()
+def update_layers(
+    calibrated: CalibratedModel, name: str, update: LayerUpdate, dense: Mapping[str, Tensor] | None = None
+) -> list[Prunable]:
+    """Update every layer from the products of its inputs, and return the weights that had no inputs.
+
+    With `dense` weights layer by layer, each with the dense model's inputs too; without them block by block, which
+    takes fewer passes.
+    """
+    unused: list[Prunable] = []
+    ranks = calibrated.ranks
+    stage = calibrated.stages.stage(name, max(1, len(calibrated.blocks)))
+    in_order = closing(segments(calibrated, dense))  # closed also on errors, so that streamed blocks return
+    with stage as tick, torch.no_grad(), eval_mode(calibrated.model), in_order as found:
+        for segment in found:
+            recordings = _record(segment, ranks)
+            groups = _groups(recordings, segment.sites, ranks)
+            called = {name for group in groups for name in group}
+            groups += [[site.name] for site in segment.sites if site.name not in called]  # perhaps by later batches
+            alone = dense is not None or segment.one_by_one
+            for some in [[group] for group in groups] if alone else [groups]:
+                unused += _update_groups(segment, some, recordings, update, calibrated)
+            segment.advance()
             tick()
-    return idle
+    return unused
 
 
-def _record(part: Part, ranks: Ranks) -> list[Calls]:
-    """What sites are called with: in the dense model for every batch, or, without one, in the first batch as it is,
-    which the first rank has."""
+def _record(segment: Segment, ranks: Ranks) -> list[Calls]:
+    """The inputs of every call: of the dense model in every batch, or, without one, of the first batch only, which the
+    first rank has."""
     found = []
-    for batch in range(part.batches if part.run_dense is not None else int(ranks.rank == 0)):
-        recorder = Recorder(part.sites)
-        recorder.batch(part.real(batch))
-        if part.run_dense is not None:
-            part.run_dense(batch, recorder)
+    for batch in range(segment.batches if segment.run_dense is not None else int(ranks.rank == 0)):
+        recorder = InputRecorder(segment.sites)
+        recorder.start_batch(segment.padding(batch))
+        if segment.run_dense is not None:
+            segment.run_dense(batch, recorder)
         else:
             with recorder:
-                part.run(batch)
+                segment.run(batch)
         found.append(recorder.calls)
     return found
 
 
-def _together(recordings: Sequence[Calls], sites: Sequence[Prunable], ranks: Ranks) -> list[list[str]]:
-    """Sites in the order in which they are called; those called once with the same inputs in every batch of every rank
-    share one product."""
+def _groups(recordings: Sequence[Calls], sites: Sequence[Prunable], ranks: Ranks) -> list[list[str]]:
+    """Weights in calling order, grouped if they are called once with the same inputs in every batch of every rank: a
+    group shares one product."""
     groups: list[list[str]] = []
     stacked = {site.name: len(site.layout.rows) > 1 and site.parameter.shape[0] for site in sites}
-    for name in _called(recordings, sites, ranks):
-        alike = bool(groups) and stacked[name] == stacked[groups[-1][0]]  # as many matrices
+    for name in _calling_order(recordings, sites, ranks):
+        alike = bool(groups) and stacked[name] == stacked[groups[-1][0]]  # the same number of matrices
         alike = alike and all(_alike(calls.get(name, []), calls.get(groups[-1][0], [])) for calls in recordings)
         if ranks.every("equal inputs", alike):
             groups[-1].append(name)
@@ -348,15 +315,15 @@ def _together(recordings: Sequence[Calls], sites: Sequence[Prunable], ranks: Ran
     return groups
 
 
-def _called(recordings: Sequence[Calls], sites: Sequence[Prunable], ranks: Ranks) -> list[str]:
-    """Names of the sites that were called, in the order of all batches of all ranks."""
+def _calling_order(recordings: Sequence[Calls], sites: Sequence[Prunable], ranks: Ranks) -> list[str]:
+    """Names of the weights that were called, in the order of all batches of all ranks."""
     numbers = {site.name: number for number, site in enumerate(sites)}
-    told = ranks.tell("calls", [n for calls in recordings for n in (*(numbers[name] for name in calls), -1)])
-    seen: list[list[list[int]]] = []  # of every rank, of every batch
-    for row in told:
+    rows = ranks.tell("calls", [n for calls in recordings for n in (*(numbers[name] for name in calls), -1)])
+    by_rank: list[list[list[int]]] = []  # of every rank, of every batch
+    for row in rows:
         ends = [place for place, number in enumerate(row) if number < 0]
-        seen.append([row[begin:end] for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)])
-    turns = zip_longest(*seen, fillvalue=[])
+        by_rank.append([row[begin:end] for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)])
+    turns = zip_longest(*by_rank, fillvalue=[])
     return list(dict.fromkeys(sites[number].name for turn in turns for batch in turn for number in batch))
 
 
@@ -364,33 +331,33 @@ def _alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return len(one) == len(other) <= 1 and all(map(torch.equal, one, other))
 
 
-def _visit(
-    part: Part, groups: list[list[str]], recordings: list[Calls], work: Work, subject: Subject
+def _update_groups(
+    segment: Segment,
+    groups: list[list[str]],
+    recordings: list[Calls],
+    update: LayerUpdate,
+    calibrated: CalibratedModel,
 ) -> list[Prunable]:
-    """Gather the products of some groups in one pass over the batches, then do the work on all of their sites. Returns
-    those that nothing was multiplied with."""
-    sites = {site.name: site for site in part.sites}
-    watch = Paired([sites[group[0]] for group in groups])
-    for turn in range(part.turns):
-        for batch in range(part.batches)[turn : turn + 1]:
-            watch.batch(part.real(batch))
-            watch.expect(recordings[batch] if part.run_dense is not None else {})
-            with watch, suppress(Enough):
-                part.run(batch)
-        watch.finish(subject.ranks, subject.device)
-    watch.agree(subject.ranks)
-    idle = [sites[name] for group in groups if group[0] not in watch.products for name in group]
-    for leader, *others in (group for group in groups if group[0] in watch.products):
-        product, cross = watch.products[leader], None if leader in watch.apart else watch.crosses.get(leader)
+    """Gather the products of some groups in one pass over the batches, then update all of their layers; returns the
+    weights that had no inputs."""
+    sites = {site.name: site for site in segment.sites}
+    inputs = PairedInputs([sites[group[0]] for group in groups])
+    for turn in range(segment.turns):
+        for batch in range(segment.batches)[turn : turn + 1]:
+            inputs.start_batch(segment.padding(batch))
+            inputs.expect(recordings[batch] if segment.run_dense is not None else {})
+            with inputs, suppress(ForwardDone):
+                segment.run(batch)
+        inputs.finish_batch(calibrated.ranks, calibrated.device)
+    inputs.sync(calibrated.ranks)
+    unused = [sites[name] for group in groups if group[0] not in inputs.products for name in group]
+    for leader, *others in (group for group in groups if group[0] in inputs.products):
+        product, cross = inputs.products[leader], None if leader in inputs.unpaired else inputs.crosses.get(leader)
         if not bool(product.isfinite().all()):
             raise FactError(f"The inputs of {leader!r} are not all finite: look for infinities or NaN in the batches.")
         for member in (leader, *others):
-            work(sites[member], product, cross, watch.tokens[leader])
-    return idle
-
-
-STEPS = 10  # of conjugate gradients; 30 leave perplexity where 6 do
-TOWARD_DENSE = 0.5  # how much of the aim is the dense model's output, the rest that of dense weights on today's inputs
+            update(sites[member], product, cross, inputs.tokens[leader])
+    return unused
 
 
 def as_matrices(tensor: Tensor, layout: Layout, count: int) -> list[Tensor]:
@@ -400,44 +367,47 @@ def as_matrices(tensor: Tensor, layout: Layout, count: int) -> list[Tensor]:
     return [tensor.t()] if layout.inputs == 0 else list(tensor.view(tensor.shape[0], -1).chunk(count))
 
 
-def repair(subject: Subject, dense: Mapping[str, Tensor]) -> None:
-    """Change what survives so that every layer gives what it gave in the dense model, as nearly as it can."""
-    masks = subject.masks()
+def reconstruct_weights(calibrated: CalibratedModel, dense: Mapping[str, Tensor]) -> None:
+    """Change the surviving weights of every layer to bring its outputs close to those of the dense model."""
+    masks = calibrated.masks()
     short: set[str] = set()
 
-    def work(site: Prunable, products: Tensor, crosses: Tensor | None, tokens: Tensor) -> None:
+    def update(site: Prunable, products: Tensor, crosses: Tensor | None, tokens: Tensor) -> None:
         weight = site.parameter.detach()
-        mended, count = weight.contiguous(), len(products)
+        updated, count = weight.contiguous(), len(products)
         before = as_matrices(dense[site.name].to(weight.device).contiguous(), site.layout, count)
         kept = as_matrices(masks[site.name].to(weight.device).contiguous(), site.layout, count)
-        for number, mine in enumerate(as_matrices(mended, site.layout, count)):
+        for number, mine in enumerate(as_matrices(updated, site.layout, count)):
             product, seen = products[number], int(tokens[number])
             if seen == 0 or bool(kept[number].all()):
                 continue
-            scarce = product.shape[0] / seen  # more features than inputs: what they leave open is settled by damping
+            scarce = product.shape[0] / seen  # above 1 the products are singular, and damping decides
             short.update([site.name] if scarce > 1 else [])
-            whole = damped(product, DAMPING * max(1.0, scarce))
+            regular = damped(product, DAMPING * max(1.0, scarce))
             aim = product if crosses is None else torch.lerp(product, crosses[number], TOWARD_DENSE)
-            found = solve(before[number].float() @ (aim + whole - product), mine.float(), kept[number], whole, STEPS)
+            found = solve(
+                before[number].float() @ (aim + regular - product), mine.float(), kept[number], regular, STEPS
+            )
             if not bool(found.to(mine.dtype).isfinite().all()):
-                raise FactError(f"{site.name!r} cannot be repaired: the solution is not finite in {mine.dtype}.")
+                raise FactError(f"{site.name!r} cannot be reconstructed: the solution is not finite in {mine.dtype}.")
             mine.copy_(found)
-        weight.copy_(mended)
+        weight.copy_(updated)
 
-    _note_idle(subject, in_order(subject, "repair", work, dense), "were not repaired")
+    _note_unused(calibrated, update_layers(calibrated, "reconstruction", update, dense), "were not reconstructed")
     if short:
-        subject.notes["short"] = f"{len(short)} layers have more inputs than the batches have tokens: damped more."
-    subject.apply()
+        calibrated.notes["short"] = f"{len(short)} layers have more inputs than the batches have tokens: damped more."
+    calibrated.apply_masks()
 
 
 def sparsegpt_unfit(pattern: Pattern | None) -> Unfit:
-    """Says of a site whether SparseGPT cannot give it this pattern: its columns are not the inputs of a convolution."""
+    """A function that says why SparseGPT cannot prune a weight to this pattern, or None. The columns of a convolution
+    are not its inputs, so it gets no pattern."""
 
     def unfit(site: Prunable) -> str | None:
         if site.fragile:
-            return "'sparsegpt' might prune a row whole, which weight_norm divides by"
+            return "'sparsegpt' could prune a whole row, and weight_norm would divide by zero"
         if pattern is not None and _is_convolution(site):
-            return "'sparsegpt' gives convolutions no pattern; sparsity counts the others alone"
+            return "'sparsegpt' supports no pattern in convolutions; sparsity counts the other layers"
         return unfit_for(pattern)(site)
 
     return unfit
@@ -447,23 +417,28 @@ def _is_convolution(site: Prunable) -> bool:
     return site.parameter.ndim > 2 and len(site.layout.rows) == 1
 
 
-def sparsegpt(subject: Subject, sparsity: float, pattern: Pattern | None) -> list[Tensor]:
-    """SparseGPT (Frantar and Alistarh 2023): masks and weights together, column by column. The masks, flat."""
-    for site in subject.sites:
+def _check_sparsegpt(sites: Sequence[Prunable], pattern: Pattern | None) -> None:
+    for site in sites:
         tile_of(site.name, site.parameter.shape, site.layout, pattern)
         if pattern is not None and (_is_convolution(site) or COLUMNS % pattern.inputs):
             raise PatternError(f"'sparsegpt' cannot give {site.name!r} the pattern {pattern.text!r}. Skip it.")
         if _is_convolution(site) and site.layout.inputs != 1:
             raise PatternError(f"'sparsegpt' cannot prune {site.name!r} ({site.reason}). Use a score, or skip it.")
-    masks = {name: mask.clone() for name, mask in subject.masks().items()}
+
+
+def sparsegpt(calibrated: CalibratedModel, sparsity: float, pattern: Pattern | None) -> list[Tensor]:
+    """Prune by SparseGPT (Frantar and Alistarh 2023): masks and weights together, column by column. Returns the flat
+    masks."""
+    _check_sparsegpt(calibrated.sites, pattern)
+    masks = {name: mask.clone() for name, mask in calibrated.masks().items()}
     dampings: list[float] = []
 
-    def work(site: Prunable, products: Tensor, crosses: Tensor | None, tokens: Tensor) -> None:
-        mended, kept = site.parameter.detach().contiguous(), masks[site.name].contiguous()
-        total, span = mended.numel(), COLUMNS if pattern is None else pattern.inputs
+    def update(site: Prunable, products: Tensor, crosses: Tensor | None, tokens: Tensor) -> None:
+        updated, kept = site.parameter.detach().contiguous(), masks[site.name].contiguous()
+        total, span = updated.numel(), COLUMNS if pattern is None else pattern.inputs
         choose = cheapest(sparsity, total) if pattern is None else groups_of(pattern.kept or 0, pattern.inputs)
         views = zip(
-            as_matrices(mended, site.layout, len(products)),
+            as_matrices(updated, site.layout, len(products)),
             as_matrices(kept, site.layout, len(products)),
             products,
             tokens.tolist(),
@@ -477,22 +452,24 @@ def sparsegpt(subject: Subject, sparsity: float, pattern: Pattern | None) -> lis
             found, chosen = sweep(mine.float(), factor, choose, span, alive, product.diagonal() == 0)
             mine.copy_(found)
             mask.copy_(chosen)
-        site.parameter.detach().copy_(mended)
+        site.parameter.detach().copy_(updated)
         masks[site.name] = kept
 
-    idle = in_order(subject, "sparsegpt", work)
-    _note_idle(subject, idle, "were pruned by magnitude")
-    for site in idle:
+    unused = update_layers(calibrated, "sparsegpt", update)
+    _note_unused(calibrated, unused, "were pruned by magnitude")
+    for site in unused:
         width = as_matrices(site.parameter.detach().contiguous(), site.layout, 1)[0].shape[1]
         count = site.parameter.shape[0] if len(site.layout.rows) > 1 else 1
-        same = torch.zeros(width, width, dtype=torch.float32, device=site.parameter.device)
-        work(site, same.expand(count, width, width), None, torch.zeros(count, dtype=torch.int64, device="cpu"))
-    if again := sum(damping > DAMPING for damping in dampings):
-        subject.notes["damping"] = f"{again} of {len(dampings)} matrices X^T X were not positive definite: damped more."
+        zeros = torch.zeros(width, width, dtype=torch.float32, device=site.parameter.device)
+        update(site, zeros.expand(count, width, width), None, torch.zeros(count, dtype=torch.int64, device="cpu"))
+    if singular := sum(damping > DAMPING for damping in dampings):
+        calibrated.notes["damping"] = (
+            f"{singular} of {len(dampings)} matrices X^T X were not positive definite: damped more."
+        )
     return [mask.reshape(-1) for mask in masks.values()]
 
 
-def _note_idle(subject: Subject, idle: list[Prunable], what: str) -> None:
-    if idle:
-        shown = ", ".join(site.name for site in idle[:3]) + (", ..." if idle[3:] else "")
-        subject.notes["idle"] = f"{len(idle)} layers that the batches never used {what}: {shown}"
+def _note_unused(calibrated: CalibratedModel, unused: list[Prunable], what: str) -> None:
+    if unused:
+        shown = ", ".join(site.name for site in unused[:3]) + (", ..." if unused[3:] else "")
+        calibrated.notes["unused"] = f"{len(unused)} layers that the batches never used {what}: {shown}"

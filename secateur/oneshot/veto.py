@@ -1,4 +1,4 @@
-"""The veto: candidates of a score are shrunk, and those whose gradients grew are spared."""
+"""The veto of GradProbe: shrink the candidates of a score, and keep those whose gradients grow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from secateur.errors import PatternError
 from secateur.model.facts import UNREACHED, kept_last, target_of
-from secateur.oneshot.calibration import Facts, Subject
+from secateur.model.prunable import Prunable
+from secateur.oneshot.calibration import CalibratedModel, FactTable
 from secateur.scores import Score
 from secateur.selection import Select, Selection, Target
 from secateur.selection.exact import Where, flat_part
@@ -21,18 +22,18 @@ MOST_GROWTH = 1e6
 
 
 def agrees(old: Tensor, new: Tensor, tolerance: float) -> Tensor:
-    """The veto: True where a candidate may go, because its gradient grew by no more than the tolerance. One that was
-    zero and stayed zero has not grown."""
+    """True where a candidate may be pruned, because its gradient grew by no more than the tolerance. A gradient that
+    was zero and stayed zero has not grown."""
     return new <= old * (1 + tolerance)
 
 
 def growth(old: Tensor, new: Tensor) -> Tensor:
-    """By what factor gradients grew, at most `MOST_GROWTH`: zero for those that were zero and stayed zero."""
+    """The factor by which gradients grew, at most `MOST_GROWTH`; zero for those that stayed zero."""
     return torch.where(new == 0, 0.0, new / old).clamp(max=MOST_GROWTH)
 
 
 def tempered(scores: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """Scores times the root of growth: a weight whose gradient grew is worth more than its score says. (Growth alone
+    """Scores times the root of growth: a weight whose gradient grows matters more than its score says. (Growth alone
     ranks far worse, by either measure of docs/after-training.md.)"""
     factor = growth(old, new).sqrt()
     return torch.where(scores >= 0, scores * factor, scores / factor)
@@ -40,8 +41,8 @@ def tempered(scores: Tensor, old: Tensor, new: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Trial:
-    """Candidates of one site (True = candidate, bools or bits), its gradients before and after they shrank, and which
-    of its matrices inputs reached."""
+    """Candidates of one weight (True = candidate, bools or bits), its gradients before and after they were shrunk, and
+    which of its matrices had inputs."""
 
     number: int
     shape: torch.Size
@@ -51,82 +52,81 @@ class Trial:
     reached: Tensor
 
     def bools(self) -> Tensor:
-        """The candidates in the weight's shape."""
+        """The candidates as bools in the weight's shape."""
         return as_bool(self.candidates, self.shape)
 
-    def going(self, tolerance: float) -> Tensor:
-        """Candidates that the veto lets go; none where no inputs came, since nothing was tried there."""
+    def agreed(self, tolerance: float) -> Tensor:
+        """Candidates that pass the veto; none in matrices without inputs, where nothing was tested."""
         device = self.candidates.device
-        agreed = agrees(self.old.to(device).float(), self.new.to(device).float(), tolerance)
-        return self.bools() & agreed & self._tried()
+        passed = agrees(self.old.to(device).float(), self.new.to(device).float(), tolerance)
+        return self.bools() & passed & self._tested()
 
     def spared(self) -> int:
-        """How many candidates no inputs reached."""
-        return 0 if bool(self.reached.all()) else int((self.bools() & ~self._tried()).sum())
+        """The number of candidates in matrices without inputs."""
+        return 0 if bool(self.reached.all()) else int((self.bools() & ~self._tested()).sum())
 
-    def _tried(self) -> Tensor:
+    def _tested(self) -> Tensor:
         return self.reached.to(self.candidates.device).view(-1, *[1] * (len(self.shape) - 1))
 
 
 class Probe:
-    """Probes of one subject: candidates by a score, and what the gradients say to them."""
+    """Probes of one model: candidates by a score, and the veto of their gradients."""
 
     def __init__(
-        self, subject: Subject, score: Score, select: Select, *, shrink: float, order: str, group: int | str
+        self, calibrated: CalibratedModel, score: Score, select: Select, *, shrink: float, order: str, group: int | str
     ) -> None:
-        self.subject, self.score, self._select = subject, score, select
+        self.calibrated, self.score, self._select = calibrated, score, select
         self.shrink, self.order, self.group = shrink, order, group
-        self._facts: Facts | None = None
-        subject.copies = 3 if order == "joint" else 1  # gradients before and after, and the candidates' values
+        self._facts: FactTable | None = None
+        calibrated.copies = 3 if order == "joint" else 1  # gradients before and after, and the candidates' values
         self._before: list[Tensor] = []  # masks before a joint level
-        self._old: dict[str, Tensor] = {}  # gradients that came with the facts, until they are used
+        self._old: dict[str, Tensor] = {}  # gradients from the same pass as the facts, until they are used
 
-    def facts(self, refresh: bool = False) -> Facts:
-        """What the score reads; gathered once, unless it is to be refreshed. A joint probe wants all gradients of the
-        same model anyway: they come from the same sweep."""
+    def facts(self, refresh: bool = False) -> FactTable:
+        """The facts that the score reads; gathered once unless `refresh`. A joint probe needs all gradients of the same
+        weights too, so they come from the same pass."""
         if self._facts is None or refresh:
             more = {STATISTIC} if self.order == "joint" else set()
-            self._facts = self.subject.facts(self.score, more)
+            self._facts = self.calibrated.facts(self.score, more)
             self._old = {name: facts.pop(STATISTIC) for name, facts in self._facts.items() if more}
         return self._facts
 
     @torch.no_grad()
     def kept_at(self, sparsity: float, refresh: bool = False, anew: bool = False) -> list[Tensor]:
-        """Flat masks of what the score alone would keep at this sparsity; what is gone already stays gone, unless it is
-        to choose `anew`."""
+        """Flat masks of the weights that the score alone would keep at this sparsity. Pruned weights stay pruned unless
+        `anew`."""
         facts = self.facts(refresh)
         if anew:
-            self._old = {}  # of other weights than those that will be probed
-        with self.subject.stages.stage("selection"):
-            targets = self.subject.targets(self.score, facts, sparsity, self._select.together, anew)
-            return self._select(targets, sparsity, self.subject.held.packed).masks
+            self._old = {}  # gradients of other weights than those that will be probed
+        with self.calibrated.stages.stage("selection"):
+            targets = self.calibrated.targets(self.score, facts, sparsity, self._select.together, anew)
+            return self._select(targets, sparsity, self.calibrated.held.packed).masks
 
     def candidates(self, sparsity: float, refresh: bool = False) -> list[Tensor]:
-        """Living weights the score would remove, as flat masks."""
-        held, found = self.subject.held, []
+        """Flat masks of the unpruned weights that the score would prune."""
+        held, found = self.calibrated.held, []
         for number, mask in enumerate(self.kept_at(sparsity, refresh)):
-            going = held.bools(number) & ~as_bool(mask, held.shapes[number])
-            found.append(self._flat(going))
+            found.append(self._flat(held.bools(number) & ~as_bool(mask, held.shapes[number])))
         return found
 
     def _flat(self, mask: Tensor) -> Tensor:
-        return to_bits(mask.reshape(-1)) if self.subject.held.packed else mask.reshape(-1)
+        return to_bits(mask.reshape(-1)) if self.calibrated.held.packed else mask.reshape(-1)
 
     def trials(self, numbers: Sequence[int], candidates: Sequence[Tensor]) -> list[Trial]:
-        """Gradients of these sites as they are, and with their candidates shrunk. Weights are as before afterwards, to
-        the bit: only the candidates' values were kept, in their own type."""
-        subject, sites = self.subject, [self.subject.sites[n] for n in numbers]
-        old = self._old or {n: facts[STATISTIC] for n, facts in subject.gradients({STATISTIC}, sites).items()}
+        """Measure gradients of these weights with and without their candidates shrunk. Weights are restored to the bit
+        from the kept values of the candidates."""
+        calibrated, sites = self.calibrated, [self.calibrated.sites[n] for n in numbers]
+        old = self._old or {n: facts[STATISTIC] for n, facts in calibrated.gradients({STATISTIC}, sites).items()}
         self._old = {}
-        places = {statistic.device for statistic in old.values()}  # where there is room for all, there is for values
-        aside = places.pop() if len(places) == 1 else torch.device("cpu")
+        devices = {statistic.device for statistic in old.values()}  # one with room for all of them has room for values
+        spare = devices.pop() if len(devices) == 1 else torch.device("cpu")
         values: list[Tensor] = []
         try:
             for site, n in zip(sites, numbers, strict=True):
                 weight, chosen = site.parameter.detach(), as_bool(candidates[n], site.parameter.shape)
-                values.append(weight[chosen].to(aside))
+                values.append(weight[chosen].to(spare))
                 weight[chosen] *= self.shrink
-            new = subject.gradients({STATISTIC}, sites)
+            new = calibrated.gradients({STATISTIC}, sites)
         finally:
             for site, value, n in zip(sites, values, numbers, strict=False):
                 weight = site.parameter.detach()
@@ -138,14 +138,14 @@ class Probe:
                 candidates[n],
                 old[site.name],
                 new[site.name][STATISTIC],
-                subject.reached(site, {STATISTIC: old[site.name]}),
+                calibrated.reached(site, {STATISTIC: old[site.name]}),
             )
             for n, site in zip(numbers, sites, strict=True)
         ]
 
     def groups(self) -> list[list[int]]:
-        """Sites that are probed together, in the order they are."""
-        sites = self.subject.sites
+        """Numbers of the weights that are probed together, in order."""
+        sites = self.calibrated.sites
         if self.order == "joint":
             return [list(range(len(sites)))]
         groups = self._blocks() if self.group == "block" else None
@@ -160,46 +160,47 @@ class Probe:
         return groups[::-1] if self.order == "reverse" else groups
 
     def _blocks(self) -> list[list[int]]:
-        """The sites of every block of the model; those outside of all are the last group."""
-        subject = self.subject
-        blocks = subject.blocks
+        """Numbers of the weights of every block; those outside of all blocks are the last group."""
+        sites, blocks = self.calibrated.sites, self.calibrated.blocks
         if not blocks:
-            raise PatternError("No blocks follow one another in this model. Use group=1, or another number of layers.")
+            raise PatternError("This model has no blocks that run in order. Use group=1, or another number of layers.")
         inside = [{id(parameter) for parameter in block.parameters()} for block in blocks]
-        numbers = range(len(subject.sites))
-        groups = [[n for n in numbers if id(subject.sites[n].parameter) in block] for block in inside]
+        numbers = range(len(sites))
+        groups = [[n for n in numbers if id(sites[n].parameter) in block] for block in inside]
         rest = sorted(set(numbers) - {n for group in groups for n in group})
         return [group for group in [*groups, rest] if group]
 
-    def hold(self, gone: Iterable[tuple[int, Tensor]]) -> None:
-        """Take out these weights of these sites, one after another: all of them as bools would be large."""
-        subject = self.subject
-        masks, numbers = list(subject.held.masks), []
-        for number, going in gone:
-            masks[number] = self._flat(subject.held.bools(number) & ~going)
+    def remove(self, removed: Iterable[tuple[int, Tensor]]) -> None:
+        """Prune these elements of the weights with these numbers. An iterable, because bool masks of all weights at
+        once would take too much memory."""
+        calibrated = self.calibrated
+        masks, numbers = list(calibrated.held.masks), []
+        for number, elements in removed:
+            masks[number] = self._flat(calibrated.held.bools(number) & ~elements)
             numbers.append(number)
-        subject.entries.changed([subject.sites[number] for number in numbers])
-        subject.held.take(masks)
-        subject.apply()
+        self._hold(masks, [calibrated.sites[number] for number in numbers])
 
-    def without(self, trial: Trial, tolerance: float) -> Tensor:
-        """The flat mask of a trial's site if this had been the tolerance."""
+    def mask_at(self, trial: Trial, tolerance: float) -> Tensor:
+        """The flat mask that a trial would have given at this tolerance."""
         before = as_bool(self._before[trial.number], trial.shape)
-        return self._flat(before & ~trial.going(tolerance))
+        return self._flat(before & ~trial.agreed(tolerance))
 
-    def wear(self, masks: Sequence[Tensor]) -> None:
-        """Hold these masks (flat, as held), whatever was held before; weights of every site may have changed."""
-        self.subject.entries.changed(self.subject.sites)
-        self.subject.held.take(masks)
-        self.subject.apply()
+    def set_masks(self, masks: Sequence[Tensor]) -> None:
+        """Replace all masks by these flat ones."""
+        self._hold(masks, self.calibrated.sites)
+
+    def _hold(self, masks: Sequence[Tensor], changed: Sequence[Prunable]) -> None:
+        self.calibrated.hidden_states.invalidate(changed)
+        self.calibrated.held.take(masks)
+        self.calibrated.apply_masks()
 
     def level(
         self, sparsity: float, tolerance: float, refresh: bool = False, exactly: float | None = None
     ) -> list[Trial]:
-        """One pass over all groups: whatever the veto lets go is gone; or, with `exactly`, as many as that asks for.
-        Returns the trials of a joint probe."""
+        """Probe all groups once: prune the candidates that pass the veto, or as many as the sparsity `exactly` asks
+        for. Returns the trials of a joint probe."""
         trials: list[Trial] = []
-        self._before = [mask.clone() for mask in self.subject.held.masks] if self.order == "joint" else []
+        self._before = [mask.clone() for mask in self.calibrated.held.masks] if self.order == "joint" else []
         candidates = self.candidates(sparsity, refresh)
         spared = 0
         for number, group in enumerate(self.groups()):
@@ -207,37 +208,37 @@ class Probe:
                 candidates = self.candidates(sparsity, refresh)
             trials = self.trials(group, candidates)
             if exactly is None:
-                self.hold((trial.number, trial.going(tolerance)) for trial in trials)
+                self.remove((trial.number, trial.agreed(tolerance)) for trial in trials)
             else:
                 self.rank(trials, exactly)
             spared += sum(trial.spared() for trial in trials)
         if spared and exactly is None:
-            self.subject.notes["spared"] = f"{spared:,} candidates are kept because no inputs reached them."
+            self.calibrated.notes["spared"] = f"{spared:,} candidates are kept because no inputs reached them."
         return trials if self.order == "joint" else []
 
     def rank(self, trials: Sequence[Trial], sparsity: float) -> None:
-        """Exactly this sparsity: candidates go in the order of their score, tempered by how their gradients grew."""
+        """Prune to exactly this sparsity, candidates with the lowest tempered score first."""
         targets: list[Target] = []
         for trial in trials:
-            site = self.subject.sites[trial.number]
-            mask, dead = self.subject.held.masks[trial.number], self.subject.held.dead[trial.number]
+            site, held = self.calibrated.sites[trial.number], self.calibrated.held
+            mask, dead = held.masks[trial.number], held.dead[trial.number]
             facts = self.facts()[site.name]
             target = target_of(site, self.score, {name: facts[name] for name in self.score.needs}, mask, dead)
             targets.append(_ranked(target, trial, site.parameter.detach()))
-        picked: Selection = self._select(targets, sparsity, self.subject.held.packed)
-        found = zip(trials, picked.masks, strict=True)
-        self.hold((trial.number, ~as_bool(mask, trial.shape)) for trial, mask in found)
+        chosen: Selection = self._select(targets, sparsity, self.calibrated.held.packed)
+        found = zip(trials, chosen.masks, strict=True)
+        self.remove((trial.number, ~as_bool(mask, trial.shape)) for trial, mask in found)
 
 
 def _ranked(target: Target, trial: Trial, weight: Tensor) -> Target:
-    """The site with scores tempered by growth. What no inputs reached comes after, and what is no candidate last."""
+    """The target with tempered scores; weights of matrices without inputs are pruned later, other weights last."""
     candidates, device, plain = trial.bools(), target.piece.device, target.piece.score
 
     def grown(where: Where) -> Tensor:
         old, new = (flat_part(found, where).to(device).float() for found in (trial.old, trial.new))
         return tempered(plain(where), old, new)
 
-    floors = torch.where(trial.reached, torch.nan, 0.0)  # whatever came so far as to be a candidate ranks by magnitude
+    floors = torch.where(trial.reached, torch.nan, 0.0)  # candidates without inputs rank by magnitude
     among = kept_last(grown, floors, weight)
 
     def score(where: Where) -> Tensor:

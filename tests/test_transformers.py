@@ -1,4 +1,4 @@
-"""Models are loaded, judged and refused as they should be, without a hub."""
+"""Hugging Face models: loading, errors, perplexity and evaluation tasks, without the hub."""
 
 from __future__ import annotations
 
@@ -66,14 +66,16 @@ def test_dtype_and_device(tmp_path: Path) -> None:
     assert next(hf.load(folder)[0].parameters()).dtype == torch.bfloat16
     model, _ = hf.load(str(folder), dtype=torch.float32, device="cpu")
     assert next(model.parameters()).dtype == torch.float32
-    with pytest.raises(ModelError, match="cannot be moved to 'meta2': Invalid device"):
+    with pytest.raises(ModelError, match="There is no device 'meta2'. Use a name that torch knows"):
         hf.load(folder, device="meta2")
 
 
 def test_missing_weights_are_told(tmp_path: Path) -> None:
     tiny.bert("BertModel").save_pretrained(tmp_path)
     folder = stored(tiny.bert("BertModel", num_hidden_layers=1), tmp_path, num_hidden_layers=2)
-    with pytest.warns(UserWarning, match="lacks 16 tensors, which start at random: encoder.layer.1.attention"):
+    with pytest.warns(
+        UserWarning, match="lacks 16 tensors, which are initialized at random: encoder.layer.1.attention"
+    ):
         hf.load(folder)
 
 
@@ -103,7 +105,7 @@ def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("We couldn't connect")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
-    message = r"user/model cannot be loaded \(it is no folder here, so the Hugging Face hub was asked\): We couldn't"
+    message = r"user/model cannot be loaded \(there is no such folder, so it was looked up on .* hub\): We couldn't"
     with pytest.raises(ModelError, match=message):
         hf.load("user/model")
 
@@ -151,12 +153,14 @@ def test_contexts() -> None:
     hf.check_context(tiny.llama(), 32)
     hf.check_context(nn.Linear(2, 2), 10**9)
     with pytest.raises(
-        ModelError, match="GPT2LMHeadModel has learned 32 positions, and a context of 33 was asked for."
+        ModelError, match="GPT2LMHeadModel has 32 learned positions, and a context of 33 was asked for."
     ):
         hf.check_context(tiny.gpt2(), 33)
-    with pytest.raises(ModelError, match="BertModel has learned 32 positions, .* Ask for 32 at most."):
+    with pytest.raises(ModelError, match="BertModel has 32 learned positions, .* Use at most 32."):
         hf.check_context(tiny.bert("BertModel"), 40)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM was made for 32 tokens; with 33 its perplexity may suffer."):
+    with pytest.warns(
+        UserWarning, match="LlamaForCausalLM was made for 32 tokens; with 33 its perplexity may be worse."
+    ):
         hf.check_context(tiny.llama(), 33)
 
 
@@ -170,7 +174,7 @@ def test_contexts_of_tables_with_an_offset(kind: str, limit: int) -> None:
     model = getattr(transformers, f"{kind}Model")(config).eval()
     hf.check_context(model, limit)
     model(torch.full((1, limit), 5))  # so long it can be
-    with pytest.raises(ModelError, match=f"has learned {limit} positions"):
+    with pytest.raises(ModelError, match=f"has {limit} learned positions"):
         hf.check_context(model, limit + 1)
 
 
@@ -225,17 +229,17 @@ def test_perplexity_of_a_plain_module_and_of_a_ruined_one() -> None:
 
 def test_what_has_no_perplexity() -> None:
     rows = torch.zeros(2, 8, dtype=torch.int64)
-    with pytest.raises(ModelError, match="BertForMaskedLM sees the tokens it would predict; perplexity needs a causal"):
+    with pytest.raises(ModelError, match="BertForMaskedLM sees the tokens that it predicts; perplexity needs a causal"):
         hf.perplexity(tiny.bert(), rows)
     for model in (tiny.bert("BertModel"), tiny.bert("BertForSequenceClassification")):
-        with pytest.raises(ModelError, match="does not predict a token at every place: it has no perplexity."):
+        with pytest.raises(ModelError, match="does not predict a token at every position: it has no perplexity."):
             hf.perplexity(model, rows)
     for wrong in (rows[:0], rows[:, :1], rows[0]):
         with pytest.raises(ModelError, match="Perplexity needs windows"):
             hf.perplexity(tiny.llama(), wrong)
     with pytest.raises(ModelError, match="and a batch of 1 or more; got .2, 8. and 0"):
         hf.perplexity(tiny.llama(), rows, batch=0)
-    with pytest.raises(ModelError, match="has learned 32 positions"):
+    with pytest.raises(ModelError, match="has 32 learned positions"):
         hf.perplexity(tiny.gpt2(), torch.zeros(1, 40, dtype=torch.int64))
 
 
@@ -259,7 +263,65 @@ def test_tasks_go_through_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_module_imports_without_its_libraries() -> None:
     done = run_blocked(
-        "from secateur import hf, smollm2", ["transformers", "tokenizers", "gguf", "numpy", "safetensors"]
+        "from secateur.integrations import smollm2, transformers",
+        ["transformers", "tokenizers", "gguf", "numpy", "safetensors"],
     )
     assert done.returncode == 0, done.stderr
     assert issubclass(ModelError, SecateurError)
+
+
+FULL = [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+
+
+def failing(error: Exception) -> Any:
+    def fail(*given: Any, **options: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", FULL, ids=lambda error: type(error).__name__)
+def test_a_lack_of_memory_stays_what_it_is(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    folder = stored(tiny.llama(), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.LlamaForCausalLM, "from_pretrained", failing(error))
+        with pytest.raises(type(error), match=str(error)) as found:
+            hf.load(folder)
+        assert found.value is error
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.LlamaForCausalLM, "to", failing(error))
+        with pytest.raises(type(error), match=str(error)) as found:
+            hf.load(folder, device="cpu")
+        assert found.value is error
+    with pytest.raises(type(error), match=str(error)) as found, hf.reading(tiny.llama()):
+        raise error
+    assert found.value is error
+
+
+def test_only_missing_files_mean_that_there_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=32)).save_pretrained(tmp_path)
+    assert hf.load(tmp_path)[1] is None
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", failing(RuntimeError("a bug")))
+    with pytest.raises(ModelError, match="cannot be loaded: a bug"):
+        hf.load(tmp_path)
+
+
+def test_any_path_like_object_names_a_folder(tmp_path: Path) -> None:
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __fspath__(self) -> str:
+            return str(tmp_path / self.name)
+
+    model = tiny.llama()
+    mask = {"lm_head.weight": torch.ones_like(model.lm_head.weight, dtype=torch.bool)}
+    hf.save(model, tiny.tokenizer(), Named("model"), mask, {})
+    assert torch.equal(hf.load_masks(Named("model"))["lm_head.weight"], mask["lm_head.weight"])
+    loaded, _ = hf.load(Named("model"))
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)

@@ -1,4 +1,4 @@
-"""Text is read, cut into windows and parted; what cannot be is refused in words."""
+"""Text: reading it, windows of tokens, splits for calibration and evaluation, and their errors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(TextError, match="is a folder. Give one text file or one .jsonl file."):
         read_text(tmp_path)
     (tmp_path / "latin").write_bytes(b"ab\xff")
-    with pytest.raises(TextError, match="latin is not UTF-8 text: byte 2 does not fit. Convert it first."):
+    with pytest.raises(TextError, match="latin is not UTF-8 text: byte 2 is invalid. Convert it first."):
         read_text(tmp_path / "latin")
     (tmp_path / "empty").write_text(" \n")
     with pytest.raises(TextError, match="empty holds no text."):
@@ -186,7 +186,7 @@ def test_split() -> None:
     assert sizes(rows, 2, 3) == [[0, 1], [2, 3, 4]]
     assert sizes(rows, None, 2) == [[0, 1, 2], [3, 4]]
     for wrong in ((rows[:1],), (rows, 10), (rows, 0), (rows, 5, 6), (rows, 5, 0)):
-        with pytest.raises(TextError, match="windows do not part into .* that calibrate and .* that evaluate"):
+        with pytest.raises(TextError, match="windows cannot be split into .* for calibration and .* for evaluation"):
             split(*wrong)
 
 
@@ -196,7 +196,7 @@ def test_shared_text_is_found_at_any_offset() -> None:
     check_apart(one, other)
     check_apart(*split(tokens.view(-1, 16)))
     check_apart(one, other[:0])
-    with pytest.raises(TextError, match="5 of 100 calibration windows are in the other text too, .* window 95. A text"):
+    with pytest.raises(TextError, match="5 of 100 calibration windows are in the other text too, .* window 95. A mask"):
         check_apart(one, tokens[1520:].view(-1, 16))
     shifted = torch.cat((torch.randint(0, 50_000, (7,)), tokens))[: 4000 // 16 * 16].view(-1, 16)
     with pytest.raises(TextError, match="100 of 100 calibration windows are in the other text too, .* window 0."):
@@ -204,3 +204,22 @@ def test_shared_text_is_found_at_any_offset() -> None:
     with pytest.raises(TextError, match="1 of 1 evaluation windows are in the other text too"):
         check_apart(tokens[:992].view(-1, 31), tokens[40:50].view(1, 10))
     check_apart(tokens[:20].view(1, 20), tokens[1:20].view(1, 19) + 1)
+
+
+def test_a_lack_of_memory_is_not_a_text_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*given: str, **options: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(MemoryError):
+        read_text("dataset:large")
+
+
+def test_any_path_like_object_names_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words", encoding="utf-8")
+
+    class Named:
+        def __fspath__(self) -> str:
+            return str(tmp_path / "a.txt")
+
+    assert read_text(Named()) == "words"

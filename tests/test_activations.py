@@ -1,4 +1,4 @@
-"""What weights are multiplied with, whoever multiplies."""
+"""Input statistics of weights: linear layers, convolutions, experts, attention and hand-written matmuls."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from secateur.errors import FactError
 from secateur.model.prunable import find_prunable
-from secateur.oneshot.activations import Inputs, check_seen, gather_inputs
+from secateur.oneshot.activations import InputStatistics, check_seen, gather_inputs
 
 
-def watched(model: nn.Module, inputs: Tensor, **settings: Any) -> tuple[Inputs, dict[str, Any]]:
+def watched(model: nn.Module, inputs: Tensor, **settings: Any) -> tuple[InputStatistics, dict[str, Any]]:
     sites, _ = find_prunable(model, only="*")
-    found = Inputs(sites, **settings)
+    found = InputStatistics(sites, **settings)
     gather_inputs(model, [inputs], found, forward=lambda model, batch: model(batch))
     check_seen(found, sites)
     return found, {site.name: site for site in sites}
@@ -136,7 +136,7 @@ def test_attention_is_seen() -> None:
     assert set(found.squares) == set(sites)
 
 
-def test_a_weight_nobody_multiplies_with() -> None:
+def test_a_weight_without_a_matmul() -> None:
     class Idle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -200,5 +200,5 @@ def test_a_weight_is_seen_on_either_side(way: str) -> None:
 def test_a_square_weight_used_from_its_outputs_is_refused() -> None:
     watched(Sided(lambda w, x: x @ w.t(), (5, 5)), torch.randn(2, 4, 5))
     for way in (lambda w, x: x @ w, lambda w, x: w.t() @ x.mT):
-        with pytest.raises(FactError, match="along its outputs"):
+        with pytest.raises(FactError, match="along its output dimension"):
             watched(Sided(way, (5, 5)), torch.randn(2, 4, 5))

@@ -1,4 +1,4 @@
-"""`prune`: exact at every setting, right against references, and better with rounds and repair."""
+"""`prune`: exact counts at every setting, equal to references, and better with rounds and reconstruction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from secateur.model.facts import kept_last, least_spared, spared_share
 from secateur.model.prunable import find_prunable
 from secateur.oneshot.batches import in_bf16, standard_loss
 from secateur.oneshot.blocks import find_blocks
-from secateur.oneshot.calibration import Subject
+from secateur.oneshot.calibration import CalibratedModel
 from tests.interrupts import bits, unharmed
 from tests.trained import Tower, classifier, loss_of
 
@@ -95,7 +95,7 @@ def test_variance_is_a_sort_of_all_scores() -> None:
         ({"method": "sparsegpt", "pattern": "2:4", "sparsity": None}, 0.5),
     ],
 )
-def test_patterns_allocations_rounds_and_repair_are_exact(settings: dict[str, Any], pruned: float) -> None:
+def test_patterns_allocations_rounds_and_reconstruction_are_exact(settings: dict[str, Any], pruned: float) -> None:
     model, batches = classifier()
     report = sc.prune(model, batches, skip="0", **settings)
     assert report.pruned == round(pruned * report.prunable)
@@ -104,7 +104,7 @@ def test_patterns_allocations_rounds_and_repair_are_exact(settings: dict[str, An
     assert report.sparsity == pytest.approx(report.asked, abs=1e-3)
 
 
-def test_rounds_help_and_repair_helps_more() -> None:
+def test_rounds_help_and_reconstruction_helps_more() -> None:
     losses = {}
     for name, settings in {
         "one": {},
@@ -120,7 +120,7 @@ def test_rounds_help_and_repair_helps_more() -> None:
     assert losses["every"] < min(losses["sparsegpt"], losses["one"])
 
 
-def test_repair_follows_the_blocks_of_a_model() -> None:
+def test_reconstruction_follows_the_blocks_of_a_model() -> None:
     torch.manual_seed(0)
     model = Tower()
     ids = torch.randint(0, 17, (6, 12))
@@ -139,7 +139,7 @@ def test_repair_follows_the_blocks_of_a_model() -> None:
     assert float(repaired) < 0.7 * float((other(ids).detach() - before).square().mean())
 
 
-def test_a_model_without_blocks_is_repaired_all_the_same() -> None:
+def test_a_model_without_blocks_is_reconstructed_too() -> None:
     torch.manual_seed(0)
 
     class Two(nn.Module):
@@ -243,13 +243,13 @@ def test_frozen_models_are_pruned_and_stay_frozen() -> None:
     [
         (
             {"score": "movement"},
-            "needs movement_sum, which only training can tell. Scores that work here: bi",
+            "needs movement_sum, which exist only in training. Scores that work here: bi",
         ),
         ({"rounds": 0}, "rounds is how many times"),
         ({"reconstruct": "twice"}, "reconstruct is False, True or 'every'"),
         ({"method": "obc"}, "No method 'obc'"),
         ({"method": "sparsegpt", "scope": "row"}, "has its own scope"),
-        ({"method": "sparsegpt", "pattern": "block:2x2"}, "knows n:m patterns"),
+        ({"method": "sparsegpt", "pattern": "block:2x2"}, "supports n:m patterns"),
         ({"sparsity": 1.5}, "Sparsity is the fraction"),
         ({"skip": "*"}, "Nothing to prune"),
     ],
@@ -286,9 +286,9 @@ def test_gradients_that_were_there_survive_a_swift_sweep() -> None:
     model, batches = classifier()
     standard_loss(model, batches[0]).backward()
     before = [p.grad for p in model.parameters()]
-    subject = Subject(model, batches)
-    subject.swift, subject.loss = True, in_bf16(standard_loss)
-    subject.gradients({"exp_avg"})
+    calibrated = CalibratedModel(model, batches)
+    calibrated.autocast, calibrated.loss = True, in_bf16(standard_loss)
+    calibrated.gradients({"exp_avg"})
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), before, strict=True))
     assert all(p.dtype == torch.float32 and p.requires_grad for p in model.parameters())
 

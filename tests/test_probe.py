@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.oneshot.batches import standard_loss
-from secateur.oneshot.calibration import Subject
+from secateur.oneshot.calibration import CalibratedModel
 from secateur.oneshot.veto import MOST_GROWTH, Probe, Trial, agrees, growth, tempered
 from secateur.scores import Score, resolve
 from secateur.selection import Select
@@ -100,7 +100,7 @@ def test_blocks_are_probed_one_after_another(order: str, monkeypatch: pytest.Mon
     plain = Probe.trials
 
     def watched(self: Probe, numbers: Any, candidates: Any) -> Any:
-        probed.append([self.subject.sites[n].name for n in numbers])
+        probed.append([self.calibrated.sites[n].name for n in numbers])
         return plain(self, numbers, candidates)
 
     monkeypatch.setattr(Probe, "trials", watched)
@@ -194,8 +194,8 @@ def test_the_score_alone_and_other_tolerances_are_reported() -> None:
 
 def test_candidates_are_scored_once_unless_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    real = Subject.facts
-    monkeypatch.setattr(Subject, "facts", lambda *given: calls.append(1) or real(*given))  # type: ignore[func-returns-value]
+    real = CalibratedModel.facts
+    monkeypatch.setattr(CalibratedModel, "facts", lambda *given: calls.append(1) or real(*given))  # type: ignore[func-returns-value]
     model, batches = classifier()
     sc.probe(model, batches, order="reverse", skip="0")
     assert len(calls) == 1
@@ -255,7 +255,7 @@ def test_a_plateau_ends_the_search() -> None:
         ({"group": "2"}, "group is a number of layers"),
         ({"shrink": 1.0}, "shrink must be in"),
         ({"tolerance": -0.1}, "tolerance must be at least 0"),
-        ({"exact": True, "tolerance": 0.1}, "knows no tolerance"),
+        ({"exact": True, "tolerance": 0.1}, "without a tolerance"),
         ({"exact": True, "order": "reverse", "scope": "model"}, "needs a sparsity for each layer"),
         ({"tolerances": (0.1,), "order": "reverse"}, "one joint probe"),
     ],
@@ -365,7 +365,7 @@ def test_a_trial_of_experts_spares_those_without_inputs() -> None:
     trial = Trial(0, shape, candidates.flatten(), old, new, torch.tensor([True, False, True]))
     expected = candidates.clone()
     expected[1], expected[0, 0, 0] = False, False
-    assert torch.equal(trial.going(0.0), expected)
+    assert torch.equal(trial.agreed(0.0), expected)
     assert trial.spared() == 3
 
 
@@ -398,16 +398,18 @@ def test_gradients_after_other_masks_are_of_the_weights_in_them() -> None:
     """States that enter late blocks are forgotten when masks of early blocks change."""
     torch.manual_seed(0)
     model, ids = Tower(), torch.randint(0, 17, (4, 9))
-    subject = Subject(model, ids)
-    work = Probe(subject, resolve("magnitude"), Select("layer", None, None), shrink=0.1, order="forward", group="block")
-    late = [site for site in subject.sites if site.name.startswith("blocks.2")]
+    calibrated = CalibratedModel(model, ids)
+    work = Probe(
+        calibrated, resolve("magnitude"), Select("layer", None, None), shrink=0.1, order="forward", group="block"
+    )
+    late = [site for site in calibrated.sites if site.name.startswith("blocks.2")]
     for _ in range(2):  # seen on the way, then used
-        before = subject.gradients({"gradient_max"}, late)
-    work.wear([mask if n else torch.zeros_like(mask) for n, mask in enumerate(subject.held.masks)])
+        before = calibrated.gradients({"gradient_max"}, late)
+    work.set_masks([mask if n else torch.zeros_like(mask) for n, mask in enumerate(calibrated.held.masks)])
     assert not bool(model.blocks[0].up.weight.any())
-    after = subject.gradients({"gradient_max"}, late)
+    after = calibrated.gradients({"gradient_max"}, late)
     for site in late:
-        right = subject.gradients({"gradient_max"})[site.name]["gradient_max"]
+        right = calibrated.gradients({"gradient_max"})[site.name]["gradient_max"]
         assert torch.equal(after[site.name]["gradient_max"], right)
         assert not torch.equal(before[site.name]["gradient_max"], right)
 
@@ -447,9 +449,9 @@ def sparsities_at_levels(monkeypatch: pytest.MonkeyPatch, tune: bool | str) -> t
     plain = Probe.level
 
     def watched(self: Probe, *given: Any, **named: Any) -> Any:
-        before.append(self.subject.sparsity)
+        before.append(self.calibrated.sparsity)
         trials = plain(self, *given, **named)
-        after.append(self.subject.sparsity)
+        after.append(self.calibrated.sparsity)
         return trials
 
     monkeypatch.setattr(Probe, "level", watched)
@@ -486,9 +488,9 @@ def test_what_is_gone_counts_towards_the_next_level() -> None:
 def test_a_joint_probe_plans_room_for_all_it_keeps(order: str, copies: int) -> None:
     """Gradients before and after, and the candidates' values."""
     model, batches = classifier()
-    subject = Subject(model, batches)
-    Probe(subject, resolve("magnitude"), Select("layer", None, None), shrink=0.1, order=order, group=1)
-    assert subject.copies == copies
+    calibrated = CalibratedModel(model, batches)
+    Probe(calibrated, resolve("magnitude"), Select("layer", None, None), shrink=0.1, order=order, group=1)
+    assert calibrated.copies == copies
 
 
 def test_nothing_is_printed_unasked(capsys: pytest.CaptureFixture[str]) -> None:
