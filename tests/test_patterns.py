@@ -163,10 +163,18 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         sc.select({"v": torch.ones(8)}, None, pattern="2:4")
     with pytest.raises(PatternError, match="Only an n:m pattern"):
         sc.select(scores, None)
-    with pytest.raises(PatternError, match="No scope 'global'"):
-        sc.select(scores, 0.5, scope="global")
+    for scope in ("tensor", ["model"]):
+        with pytest.raises(PatternError, match=r"No scope .* Use one of .*'row' \('global' is 'model'\)"):
+            sc.select(scores, 0.5, scope=scope)  # type: ignore[arg-type]
     with pytest.raises(PatternError, match=r"alive\['layer.weight'\] has shape"):
         sc.select(scores, 0.5, alive={"layer.weight": torch.ones(3, 3)})
+
+
+def test_global_is_another_name_for_model() -> None:
+    scores = {"a": torch.rand(8, 8), "b": 3 * torch.rand(8, 4)}
+    for options in ({}, {"pattern": "block:2x2"}):
+        wide, named = (sc.select(scores, 0.4, scope=scope, **options) for scope in ("global", "model"))
+        assert all(torch.equal(wide[name], named[name]) for name in scores)
 
 
 def scratch(function: Callable[[], object], masks_bytes: int) -> int:
@@ -207,7 +215,7 @@ def test_alive_may_be_a_view_but_not_of_something_else() -> None:
     assert int(sc.select(scores, 0.5, alive={"a": torch.tensor(True).expand(4, 4)})["a"].sum()) == 8
     turned = torch.arange(16).view(4, 4).t() > 7
     assert int(sc.select(scores, 0.5, alive={"a": turned})["a"].sum()) == 8
-    with pytest.raises(PatternError, match="alive names 'b', which scores do not have"):
+    with pytest.raises(PatternError, match="alive has 'b', which scores does not"):
         sc.select(scores, 0.5, alive={"b": turned})
 
 

@@ -49,7 +49,7 @@ from secateur.oneshot.offload import Ferry, Thrift, as_bytes, ferry_for, made_ag
 from secateur.progress import Stages
 from secateur.report import Outcome, TensorRow, Update
 from secateur.scores import Score, resolve, scores
-from secateur.selection import Selection, Target
+from secateur.selection import Selection, Target, as_scope
 from secateur.selection.masks import as_bool, packed_bytes, to_bits
 from secateur.selection.tiles import Pattern
 
@@ -527,7 +527,7 @@ def scope_for(
     """The scope that is meant when none is given: that of the score's paper. Rows of WANDA are for linear layers; in
     convolutional networks, where they do worse than magnitude, all weights compete."""
     if scope is not None:
-        return scope
+        return as_scope(scope)
     if pattern is not None or allocation is not None:
         return "model"
     kernels = [site for site in sites if site.parameter.ndim > 3]  # one of them may cut pictures for a transformer
