@@ -19,9 +19,7 @@ from secateur.selection.tiles import Layout
 
 def target(scores: Tensor, alive: Tensor | None = None) -> Target:
     flat, size = None if alive is None else alive.view(-1), scores.numel()
-    scored = ScoredTensor(
-        "w", scores.numel(), scores.numel(), lambda where: scores.view(-1)[where], scores.device, flat
-    )
+    scored = ScoredTensor("w", size, size, lambda where: scores.view(-1)[where], scores.device, flat)
     return Target(scored, tuple(scores.shape), tuple(scores.shape), Layout())
 
 

@@ -58,8 +58,15 @@ def test_wrappers_of_wrappers_are_looked_into(block: Block) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda m: None, "got a NoneType"),
-        (lambda m: "adam", "got a str"),
+        (lambda m: None, "got None. Pass the optimizer whose step"),
+        (lambda m: "adam", "got the text 'adam'. Build the optimizer first"),
+        (lambda m: torch.optim.AdamW, r"got the class AdamW. Pass an instance: AdamW\(model.parameters"),
+        (
+            lambda m: torch.optim.lr_scheduler.CosineAnnealingLR(torch.optim.AdamW(m.parameters()), 10),
+            "got the learning-rate scheduler CosineAnnealingLR. Pass its optimizer",
+        ),
+        (lambda m: [torch.optim.AdamW(m.parameters()), None], "got None"),
+        (lambda m: m.parameters(), "got a generator. Pass the optimizer whose step"),
         (lambda m: m, "got a Block"),
         (lambda m: list(m.parameters()), "got a Parameter"),
         (lambda m: Wrapper("adam"), "got a Wrapper around a str"),
