@@ -553,7 +553,7 @@ def test_no_row_of_a_weight_norm_goes_whole(norm: Any, settings: dict[str, Any])
 
 
 def test_names_that_are_none_are_refused() -> None:
-    with pytest.raises(SiteError, match="take names or globs"):
+    with pytest.raises(SiteError, match="must be names or globs"):
         find_prunable(nn.Linear(4, 4), only=3)  # type: ignore[arg-type]
     with pytest.raises(SiteError, match="It has no parameters"):
         sc.prune(nn.Sequential(nn.ReLU()), [(torch.randn(2, 4), torch.zeros(2, 4))])

@@ -15,7 +15,7 @@ from torch import Tensor
 from secateur.scores import mixed
 
 PART = 1 << 22  # weights masked at a time
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def apply(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     bits, kept = [], []
     for tensor, mask in zip(tensors, masks, strict=True):
         rows = max(1, PART * mask.shape[0] // max(1, mask.numel()))
-        bits += tensor.view(_BITS[tensor.element_size()]).split(rows)
+        bits += tensor.view(INTEGERS[tensor.element_size()]).split(rows)
         kept += mask.split(rows)
     if bits:
         torch._foreach_mul_(bits, kept)
