@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CORE := .venv-core
 # The core and what is tested of it where nothing but torch is installed.
 CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,allocation calibration default_dtype inputs masks optim patterns \
-	probing pruner pruning reconstruction regrowth report schedules scores selection sites spam))
+	probing prunable pruner pruning reconstruction regrowth report schedules scores selection spam))
 
 .PHONY: demo test test-core check soak mutants bench-select readme clean
 

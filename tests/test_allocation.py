@@ -150,6 +150,11 @@ def test_every_rule_of_the_table_meets_one_contract(rule: Rule, sparsity: float)
     assert meets_the_contract(rule, sparsity)
 
 
+@pytest.mark.parametrize("name", ALLOCATIONS)
+def test_one_layer_takes_the_whole_budget(name: str) -> None:
+    assert gone(name, 0.5, [torch.rand(8, 8)]) == [32]
+
+
 def test_the_contract_finds_a_rule_that_is_off_by_one() -> None:
     def off_by_one(layers: Layers) -> list[int]:
         first, *others = uniform(layers)

@@ -19,7 +19,7 @@ from secateur.selection.masks import from_bits, inverted, to_bits
 from tests import kernel_cases as cases
 from tests.conftest import Block, train
 from tests.oracle import remove_lowest
-from tests.test_shards import agree, launch
+from tests.test_distributed import agree, launch
 
 Masks = dict[str, Tensor]
 

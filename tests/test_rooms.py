@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -233,6 +234,21 @@ def test_every_room_says_what_it_is_for_in_one_line(name: str) -> None:
     text = ast.get_docstring(ast.parse(sources()[name].read_text(encoding="utf-8")))
     assert text, name
     assert text.splitlines()[0].endswith("."), text.splitlines()[0]
+
+
+def test_mutation_testing_knows_every_module_it_names() -> None:
+    tool = ast.parse((ROOT / "tools" / "mutate.py").read_text(encoding="utf-8"))
+    tables = {
+        ast.unparse(node.targets[0]): ast.literal_eval(node.value)
+        for node in tool.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("NEAREST", "ISSUED")
+    }
+    equivalent = tomllib.loads((ROOT / "tools" / "equivalent.toml").read_text(encoding="utf-8"))["mutant"]
+    assert set(tables["ISSUED"]) | {entry["module"] for entry in equivalent} <= tables["NEAREST"].keys()
+    tests = {test for names in tables["NEAREST"].values() for test in names}
+    missing = [f"secateur/{name}.py" for name in tables["NEAREST"]] + [f"tests/test_{name}.py" for name in tests]
+    missing = [path for path in missing if not (ROOT / path).is_file()]
+    assert not missing, missing
 
 
 # The reader itself: each rule above must be able to fail.

@@ -251,9 +251,7 @@ class Facts:
 
     def _listed(self, missing: Sequence[str]) -> str:
         """Names of the tensors that lack one of these facts."""
-        names = [
-            repr(prunable.name) for prunable in self.prunables if not {*missing} <= self._available(prunable).keys()
-        ]
+        names = [repr(one.name) for one in self.prunables if not {*missing} <= self._available(one).keys()]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def _moves(self, number: int) -> Iterator[tuple[str, Tensor, Tensor, int]]:
