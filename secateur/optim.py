@@ -308,12 +308,12 @@ class AdamW(torch.optim.AdamW):
             kernels.take_adamw(ready, lists[1], hyper, soft)
         else:
             self._ready.pop(id(group), None)
-            ready = self._step_anew(group, lists, hyper, soft)
+            ready = self._step_uncached(group, lists, hyper, soft)
             if ready is not None and places is not None:
                 self._ready[id(group)] = places, self._masks, ready
         self._keep_zero([p for p in group["params"] if p.grad is None and id(p) in self._masks])
 
-    def _step_anew(self, group: dict[str, Any], lists: list[list[Any]], hyper: Hyper, soft: Tensor | None) -> Any:
+    def _step_uncached(self, group: dict[str, Any], lists: list[list[Any]], hyper: Hyper, soft: Tensor | None) -> Any:
         """Build and run an uncached step: each parameter by kernel or by torch. Returns what to cache, if kernels took
         all of them."""
         largest = lists[4] or [None] * len(lists[0])

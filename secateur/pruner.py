@@ -335,7 +335,7 @@ class Pruner:
         self._clock.restore(saved.steps)
         self._asked = saved.asked
         self._scheduled = 0.0 if saved.settings is None or saved.changed else saved.asked
-        self._carried, self._unsettled = saved.carried, saved.spread_anew
+        self._carried, self._unsettled = saved.carried, saved.spread_changed
         self._gone = self._over_all(self._held.dead)
         self._churn, self._cuts, self.updates = [0] * len(self._prunables), [None] * len(self._prunables), []
         self._facts.stepped = self._clock.taken > 0

@@ -193,7 +193,7 @@ def test_a_state_saved_before_spam_had_these_settings_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    "spam", ["paper", "seeds", sc.optim.Spam(theta=1.0, every=4, warmup=2, spike=2.0, quiet=1)], ids=str
+    "spam", ["paper", "adamwprune", sc.optim.Spam(theta=1.0, every=4, warmup=2, spike=2.0, quiet=1)], ids=str
 )
 def test_a_run_with_spam_resumes_to_the_bit(spam: Any) -> None:
     through, model = Block(), Block()

@@ -124,15 +124,15 @@ def test_muon_and_adamw_share_one_budget(attached: bool) -> None:
     assert zeros_of(pruner, model) == round(0.5 * total)
     shares = {row.sparsity for row in pruner.report().tensors}
     assert len(shares) > 1  # one budget, not one for each
-    for optimizer, site in ((optimizers[0], model.first), (optimizers[1], model.conv)):
-        mask = next(m for n, m in pruner.masks.items() if model.get_parameter(n) is site.weight)
-        shaped = [t for t in optimizer.state[site.weight].values() if isinstance(t, Tensor) and t.ndim]
+    for optimizer, layer in ((optimizers[0], model.first), (optimizers[1], model.conv)):
+        mask = next(m for n, m in pruner.masks.items() if model.get_parameter(n) is layer.weight)
+        shaped = [t for t in optimizer.state[layer.weight].values() if isinstance(t, Tensor) and t.ndim]
         assert shaped
         assert all(bool((t[~mask] == 0).all()) for t in shaped)
 
 
 def test_each_site_is_read_from_its_own_optimizer() -> None:
-    """SGD's momentum and Adam's first moment have other names, so a score of moments works for sites of one kind."""
+    """SGD's momentum and Adam's first moment have other names, so a score of moments works for tensors of one kind."""
     model = Two()
     first = torch.optim.AdamW([model.first.weight], betas=(0.5, 0.9))
     second = torch.optim.Adam([model.second.weight], betas=(0.8, 0.99))
@@ -145,7 +145,7 @@ def test_each_site_is_read_from_its_own_optimizer() -> None:
     assert torch.equal(both, one)
 
 
-def test_sites_without_the_state_a_score_needs_are_named() -> None:
+def test_tensors_without_the_state_a_score_needs_are_named() -> None:
     model, optimizers, pruner = two(score="variance")
     step(model, optimizers, 1)
     said = r"exp_avg_sq; Muon keeps momentum_buffer for 'first.weight', 'second.weight'. Scores that work.* magnitude"

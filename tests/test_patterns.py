@@ -23,10 +23,10 @@ from tests import oracle
 
 
 def target(scores: Tensor, layout: Layout, alive: Tensor | None = None) -> Target:
-    piece = ScoredTensor(
+    scored = ScoredTensor(
         "w", scores.numel(), scores.numel(), lambda where: flat_part(scores, where), scores.device, alive
     )
-    return Target(piece, tuple(scores.shape), tuple(scores.shape), layout)
+    return Target(scored, tuple(scores.shape), tuple(scores.shape), layout)
 
 
 @settings(max_examples=300)
@@ -295,3 +295,20 @@ def test_rows_in_memory_and_rows_across_it_are_ranked_together(monkeypatch: pyte
         masks.append({name: mask.clone() for name, mask in pruner.masks.items()})
     assert torch.equal(masks[0]["a.weight"], masks[0]["b.weight"].t())
     assert all(torch.equal(mask, masks[1][name]) for name, mask in masks[0].items())
+
+
+@pytest.mark.parametrize("call", [sc.prune, sc.probe])
+def test_global_is_scope_model_after_training_too(call: Callable[..., sc.Report]) -> None:
+    found = []
+    for scope in ("global", "model"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+        batches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(2)]
+        report = call(model, batches, score="magnitude", scope=scope, loss=squared_error)
+        assert report.scope == "model"
+        found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*found)
+
+
+def squared_error(model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])

@@ -250,7 +250,7 @@ def test_every_must_be_a_positive_number_of_steps(every: Any, block: Block) -> N
         sc.Pruner(block, torch.optim.AdamW(block.parameters()), every=every)
 
 
-def test_a_schedule_of_ones_own_is_checked_when_it_speaks(block: Block) -> None:
+def test_a_schedule_of_ones_own_is_checked_at_every_update(block: Block) -> None:
     optimizer = torch.optim.AdamW(block.parameters())
     pruner = sc.Pruner(block, optimizer, sparsity=lambda step: step / 2, every=1)
     train(block, optimizer, 1, pruner.step)
@@ -371,7 +371,7 @@ def test_a_resume_without_the_pruners_state_is_told(block: Block) -> None:
         again.load_state_dict(copy.deepcopy(saved["optimizer"]))
         if knows:
             resumed.load_state_dict(saved["pruner"])
-            train(fresh, again, 1, resumed.step)  # in peace
+            train(fresh, again, 1, resumed.step)  # without a warning
         else:
             with pytest.warns(UserWarning, match=r"80% of the prunable weights are exactly zero.*grow back") as told:
                 train(fresh, again, 3, resumed.step)
@@ -538,7 +538,7 @@ def test_a_score_by_place_reads_places_in_the_whole_model(block: Block) -> None:
 
 
 def test_kernels_are_told_the_formula(block: Block) -> None:
-    """A piece names its score and its facts, so that a kernel can evaluate them itself."""
+    """Each carries its score and its facts, so that a kernel can evaluate them itself."""
     optimizer = torch.optim.AdamW(block.parameters())
     pruner = sc.Pruner(block, optimizer, score="magnitude", sparsity=0.5)
     for piece in pruner.pieces():

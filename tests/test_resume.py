@@ -316,9 +316,9 @@ def test_tensors_without_values_are_refused(name: str, strict: bool, block: Bloc
 def test_how_far_masks_may_be_off_by_rounding(
     scope: str | None, pattern: str | None, most: float, block: Block
 ) -> None:
-    sites, _ = find_prunable(block)
-    assert [tuple(site.parameter.shape) for site in sites] == [(64, 16), (16, 64)]
-    assert rounding(sites, scope, parse_pattern(pattern)) == most
+    prunables, _ = find_prunable(block)
+    assert [tuple(prunable.parameter.shape) for prunable in prunables] == [(64, 16), (16, 64)]
+    assert rounding(prunables, scope, parse_pattern(pattern)) == most
 
 
 @pytest.mark.parametrize(

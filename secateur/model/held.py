@@ -130,14 +130,14 @@ class SavedState:
     changed: list[str]  # names of the settings in which the two differ
 
     @property
-    def spread_anew(self) -> bool:
+    def spread_changed(self) -> bool:
         """Whether this Pruner's settings spread the zeros over tensors in another way than the saved masks."""
         return any(name in SPREAD for name in self.changed)
 
     @property
     def carried(self) -> bool:
         """Whether the masks come, directly or by an earlier load, from settings that spread zeros in another way."""
-        return self.spread_anew or bool(self.settings and self.settings.get("carried"))
+        return self.spread_changed or bool(self.settings and self.settings.get("carried"))
 
     @property
     def noted(self) -> Any:
