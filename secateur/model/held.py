@@ -28,6 +28,13 @@ from secateur.selection.exact import Peers
 from secateur.selection.masks import as_bool, pack, to_bits, unpack
 from secateur.selection.tiles import Pattern, tile_of
 
+ROWS = "rows."
+SETTINGS = "settings"
+SETTINGS_BYTES = 4096  # a fixed size, because torch.distributed.checkpoint loads into tensors of the saved shape
+LONGEST = 500  # bytes of JSON that one setting may take
+COMPARED = ("score", "scope", "pattern", "allocation", "schedule", "regrow")
+SPREAD = ("scope", "pattern", "allocation")  # settings that decide how many weights each tensor loses
+
 
 class Held:
     """The masks of this process's weights, and how many weights each removes (`dead`)."""
@@ -84,14 +91,6 @@ class Masks(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._held)
-
-
-ROWS = "rows."
-SETTINGS = "settings"
-SETTINGS_BYTES = 4096  # a fixed size, because torch.distributed.checkpoint loads into tensors of the saved shape
-LONGEST = 500  # bytes of JSON that one setting may take
-COMPARED = ("score", "scope", "pattern", "allocation", "schedule", "regrow")
-SPREAD = ("scope", "pattern", "allocation")  # settings that decide how many weights each tensor loses
 
 
 def state_of(
