@@ -386,7 +386,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _local(part: Part) -> Part:
-    """The same with the local shard of every tensor."""
+    """The same with only what this process holds of every tensor."""
     return replace(
         part,
         parameter=local(part.parameter.detach()),
