@@ -9,7 +9,7 @@ WHEEL := .venv-wheel
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Tests of the core that run where nothing but torch is installed.
 CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,activations allocation calibration default_dtype masks optim patterns \
-	probe prune pruner reconstruction regrowth report schedules scores selection sites spam))
+	probe prunable prune pruner reconstruction regrowth report schedules scores selection spam))
 
 .PHONY: demo test test-core check docs wheel soak mutants bench-select readme clean
 

@@ -1,7 +1,7 @@
-"""Files and folders that appear whole or not at all, one writer at a time, in places checked before the work begins.
+"""Atomic writes: files and folders appear whole or not at all, with one writer at a time and checks before long work.
 
-Whatever is being written has a temporary name, `.NAME.` and eight hex digits. A killed process leaves it behind; the
-next one that writes NAME removes it, and puts back a folder that was moved aside to make room.
+Anything being written has a temporary name, `.NAME.` and eight hex digits. A killed process leaves it behind; the next
+one that writes NAME removes it, and restores a folder that was moved aside to be replaced.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from filelock import FileLock, Timeout  # torch itself needs filelock, so it is 
 
 from secateur.errors import DataError, SaveError, SecateurError
 
-STALE = 3600  # seconds after which a text file that is still being written never will be
+Place = str | os.PathLike[str]
+
+STALE = 3600  # seconds after which an unfinished temporary text file counts as abandoned
 PAGE = 4 << 20  # bytes to allow for a page, a table or a record
 
 
-def write(path: Path, text: str) -> None:
-    """Write a text file under a temporary name, flush it to the disk, then rename it: nobody sees half of it."""
+def write(path: Place, text: str) -> None:
+    """Write a text file atomically: under a temporary name, flushed to disk, then renamed."""
+    path = Path(path)
     clear(path, older=STALE)
     temporary = path.with_name(f"{_hidden(path)}.tmp")
     try:
@@ -41,14 +44,14 @@ def write(path: Path, text: str) -> None:
     except OSError as error:
         raise SaveError(f"{path} cannot be written ({_reason(error)}). What was there before is untouched.") from error
     finally:
-        temporary.unlink(missing_ok=True)  # there only when something failed
+        temporary.unlink(missing_ok=True)  # exists only if something failed
 
 
 @contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
-    """A folder to write into under a temporary name. It takes its own name once all of it is on the disk; if anything
-    fails before, it is removed, and what stood there is as it was."""
-    folder = Path(os.path.realpath(folder))  # the folder itself, not a link to it, is what is replaced
+def appearing(folder: Place) -> Iterator[Path]:
+    """A temporary folder to write into, renamed to `folder` once all of it is on disk. If anything fails before, it is
+    removed, and what was there before is unchanged."""
+    folder = Path(os.path.realpath(folder))  # replace the folder itself, not a link to it
     with claimed(folder):
         partial = folder.with_name(_hidden(folder))
         try:
@@ -63,50 +66,53 @@ def appearing(folder: Path) -> Iterator[Path]:
             left = "is as it was" if folder.exists() else "was not made"
             raise SaveError(f"{folder} could not be written ({_reason(error)}) and {left}.") from error
         finally:
-            shutil.rmtree(partial, ignore_errors=True)  # there only when something failed
+            shutil.rmtree(partial, ignore_errors=True)  # exists only if something failed
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[None]:
-    """Inside, no other process writes this file or folder; what killed ones left of it is cleared away first."""
+def claimed(path: Place) -> Iterator[None]:
+    """Lock this file or folder against other writers, and remove what killed processes left of it."""
     path = Path(os.path.realpath(path))
     _check_writable(path.parent)
     missing = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    busy = f"Another process is writing {path}. Wait for it to end, or name another place."
+    busy = f"Another process is writing {path}. Wait for it to end, or name another path."
     try:
         with locked(path.with_name(f".{path.name}.lock"), busy):
             clear(path)
             yield
     finally:
-        for folder in missing:  # made for nothing when the work failed
+        for folder in missing:  # still empty if the work failed
             with suppress(OSError):
                 folder.rmdir()
 
 
 @contextmanager
-def locked(file: Path, busy: str) -> Iterator[None]:
-    """Hold a lock, or raise with this message where another process does. The system releases it when a process ends,
-    however it does. A process may take the same lock again inside."""
+def locked(file: Place, busy: str) -> Iterator[None]:
+    """Hold a lock, or raise with the message `busy` if another process has it. The system releases it when a process
+    ends, even if killed. The same process may take it again inside."""
+    file = Path(file)
     lock = FileLock(file, is_singleton=True)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise SecateurError(busy) from None
     except OSError as error:
-        raise SaveError(f"{file.parent} cannot be written ({_reason(error)}). Name another place.") from error
+        raise SaveError(f"{file.parent} cannot be written ({_reason(error)}). Name another path.") from error
     try:
         yield
     finally:
         if lock.lock_counter == 1:
-            with suppress(OSError):  # Windows removes no open file; filelock does it there afterwards
-                file.unlink()  # while it is held: whoever opened it in between finds it gone and is refused
+            with suppress(OSError):  # Windows cannot remove an open file; there filelock does it afterwards
+                file.unlink()  # while locked, so that no waiting process can lock the removed file
         lock.release()
 
 
-def clear(path: Path, older: float = 0.0) -> None:
-    """Remove what killed processes left of a file or folder, and put back a folder they had moved aside. To be called
-    by whoever holds the lock; without one, only for what is `older` than any write takes."""
+def clear(path: Place, older: float = 0.0) -> None:
+    """Remove what killed processes left of a file or folder, and restore a folder they had moved aside.
+
+    Call it with the lock held; without a lock, only for leftovers `older` (in seconds) than any write takes."""
+    path = Path(path)
     ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}(\.old|\.tmp)?")
     for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
         with suppress(OSError):
@@ -120,9 +126,9 @@ def clear(path: Path, older: float = 0.0) -> None:
                 left.unlink()
 
 
-def check_folder(folder: Path, needed: int = 0, *, replaced: bool = True) -> None:
-    """Refuse a place in which no folder can be made, or that has too little room, before anything long begins. A folder
-    that is `replaced` as a whole is made beside the old one; otherwise files are put into it."""
+def check_folder(folder: Place, needed: int = 0, *, replaced: bool = True) -> None:
+    """Check before long work that a folder can be written and the disk has `needed` bytes. A folder that is `replaced`
+    as a whole is written beside the old one; otherwise files go into it."""
     folder = Path(os.path.realpath(folder))
     if folder.exists() and not folder.is_dir():
         raise SaveError(f"{folder} is a file; a folder is needed. Name another with --out.")
@@ -132,35 +138,37 @@ def check_folder(folder: Path, needed: int = 0, *, replaced: bool = True) -> Non
     check_room(folder, needed)
 
 
-def check_file(path: Path, needed: int = PAGE) -> None:
-    """Refuse a place in which this file cannot be made, or that has too little room, before anything long begins."""
+def check_file(path: Place, needed: int = PAGE) -> None:
+    """Check before long work that a file can be written and the disk has `needed` bytes."""
+    path = Path(path)
     if not path.resolve().parent.is_dir():
         raise SaveError(f"There is no folder {path.resolve().parent} to write {path.name} into.")
     if path.exists() and not path.is_file():
-        raise SaveError(f"{path} is no file and cannot be written as one. Name a file.")
+        raise SaveError(f"{path} exists and is not a file. Name a file.")
     _check_writable(path.parent)
     check_room(path, needed)
 
 
-def check_room(path: Path, needed: int) -> None:
-    """Refuse a disk that has less than so many bytes left."""
-    free = shutil.disk_usage(_standing(path)).free
+def check_room(path: Place, needed: int) -> None:
+    """Raise if the disk of this path has fewer free bytes than `needed`."""
+    free = shutil.disk_usage(_nearest_folder(Path(path))).free
     if free < needed:
         raise SaveError(
             f"{path} needs about {needed / 1e6:,.0f} MB, and the disk has {free / 1e6:,.0f} MB left. Free some space,"
-            " or name another place with --out."
+            " or name another path with --out."
         )
 
 
-def read_json(path: Path, kind: type, error: type[SecateurError] = DataError, advice: str = "Write it again.") -> Any:
-    """What a JSON file holds, which must be of this type; otherwise an error that names the file."""
+def read_json(path: Place, kind: type, error: type[SecateurError] = DataError, advice: str = "Write it again.") -> Any:
+    """The content of a JSON file, which must be of this type, or an error that names the file."""
+    path = Path(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise error(f"There is no {path.name} in {path.parent}. {advice}") from None
     except OSError as problem:
         raise error(f"{path} cannot be read ({_reason(problem)}). {advice}") from problem
-    except (ValueError, RecursionError) as problem:  # no JSON, no text, or nested without end
+    except (ValueError, RecursionError) as problem:  # not JSON, not UTF-8, or nested too deeply
         raise error(f"{path} cannot be read as JSON: {problem}. {advice}") from problem
     if not isinstance(found, kind):
         raise error(f"{path} holds a {type(found).__name__}; a {kind.__name__} is needed. {advice}")
@@ -175,22 +183,22 @@ def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _standing(path: Path) -> Path:
-    """The nearest folder above a place that is there."""
+def _nearest_folder(path: Path) -> Path:
+    """The nearest existing folder at or above a path."""
     return next(folder for folder in (path.resolve(), *path.resolve().parents) if folder.is_dir())
 
 
 def _check_writable(folder: Path) -> None:
-    """Refuse a folder, there or yet to be made, in which nothing can be written."""
+    """Raise if nothing can be written in a folder, which need not exist yet."""
     folder = folder.resolve()
     try:
         tempfile.TemporaryFile(dir=next(one for one in (folder, *folder.parents) if one.exists())).close()
     except OSError as error:
-        raise SaveError(f"Nothing can be written in {folder} ({_reason(error)}). Name another place.") from error
+        raise SaveError(f"Nothing can be written in {folder} ({_reason(error)}). Name another path.") from error
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the list of names in a folder, is on the disk. Not all systems can for folders."""
+    """Flush a file, or the entries of a folder, to disk. Not all systems can do it for folders."""
     handle = None
     with suppress(PermissionError, IsADirectoryError):
         handle = os.open(path, os.O_RDONLY)
@@ -206,7 +214,7 @@ def _sync(path: Path) -> None:
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename, with what stood there moved aside first and back again should that fail."""
+    """Rename `partial` to `folder`, moving an old folder aside first and back again if that fails."""
     if folder.exists():
         aside = partial.with_name(partial.name + ".old")
         folder.rename(aside)
@@ -215,14 +223,14 @@ def _put_in_place(partial: Path, folder: Path) -> None:
         except OSError:
             aside.rename(folder)
             raise
-        shutil.rmtree(aside, ignore_errors=True)  # what cannot be removed now is at the next write
+        shutil.rmtree(aside, ignore_errors=True)  # leftovers are removed by the next write
     else:
         partial.rename(folder)
     _sync(folder.parent)
 
 
-def existing_folder(path: str) -> Path:
-    """This folder, "~" understood."""
+def existing_folder(path: Place) -> Path:
+    """This folder with "~" expanded, or an error if there is none."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         found = "a file" if folder.exists() else "not there"
@@ -230,8 +238,9 @@ def existing_folder(path: str) -> Path:
     return folder
 
 
-def sole_folder(folder: Path, globs: Sequence[str]) -> Path | None:
-    """The one folder, this or below it, with a file of one of these names; None where there is none."""
+def sole_folder(folder: Place, globs: Sequence[str]) -> Path | None:
+    """The one folder, this or below it, with a file that matches one of these globs; None if there is none."""
+    folder = Path(folder)
     found = sorted({path.parent for glob in globs for path in folder.rglob(glob) if path.is_file()})
     if len(found) > 1:
         names = ", ".join(map(str, found[:4]))

@@ -1,11 +1,12 @@
-"""SPAM: spike-aware Adam with momentum reset (Huang et al. 2025), as pure functions of settings and step count.
+"""Optimizers that apply masks inside their own step: the protocol for them, and AdamW with masks and SPAM.
 
-Three parts, each of which can be turned off. Clipping limits a gradient to sqrt(theta v), where v is Adam's second
-moment before the step. Every `every` steps both moments are reset, and the learning rate warms up again along a cosine
-over `warmup` steps. A gradient norm far above the last hundred shrinks both moments (AdamWPrune's; not in the paper).
+SPAM is spike-aware Adam with momentum reset (Huang et al. 2025). It has three parts, each of which can be turned off.
+Clipping limits a gradient to sqrt(theta v), where v is Adam's second moment before the step. Every `every` steps both
+moments are reset, and the learning rate warms up again along a cosine over `warmup` steps. A gradient norm far above
+the last hundred shrinks both moments (from AdamWPrune; not in the paper).
 
-`taken` is the number of steps already taken, so the next step is number `taken + 1`. Which steps clip, reset or warm up
-follows from that number alone: the host never reads the device to decide.
+The functions of SPAM are pure. `taken` is the number of steps already taken, so the next step is number `taken + 1`.
+That number alone decides which steps clip, reset or warm up: the host never reads the device for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,23 +27,25 @@ from secateur.kernels.reference import AdamWTensors, Hyper
 from secateur.model.distributed import local
 from secateur.selection.masks import to_bits
 
+__all__ = ["AdamW", "MaskedOptimizer", "Spam"]
+
 HISTORY = 100  # gradient norms remembered
-ENOUGH = 10  # of them before a spike can be told
-SHRINK = (0.5, 0.9)  # what a spike leaves of the moments
+ENOUGH = 10  # norms needed before one can count as a spike
+SHRINK = (0.5, 0.9)  # factors on the two moments after a spike
 
 
 @dataclass(frozen=True)
 class Spam:
-    """Settings. The defaults follow the paper and its authors' code (docs/kernels.md says where the two differ)."""
+    """Settings of SPAM. The defaults follow the paper and its authors' code (docs/kernels.md: where these differ)."""
 
     theta: float = 5000.0  # clip where g^2 > theta v; 0: no clipping
     every: int = 500  # steps between resets; 0: none
     warmup: int = 150  # steps over which the learning rate returns after a reset
-    spike: float | None = None  # standard deviations above the mean norm that make a spike; None: not watched
-    quiet: int = 20  # clip only from this step on, and from as many steps after a reset
-    floor: float = 0.01  # factor on the learning rate at a reset, from which the cosine rises to 1
-    clip_unseen: bool = True  # where v is zero any gradient is a spike and clipped to zero; False: it is left alone
-    restart_bias: bool = False  # bias correction restarts with the moments; False: it keeps counting all steps
+    spike: float | None = None  # a norm so many standard deviations above the mean is a spike; None: no detection
+    quiet: int = 20  # steps without clipping, at the start and after each reset
+    floor: float = 0.01  # factor on the learning rate right after a reset; a cosine raises it to 1
+    clip_unseen: bool = True  # clip to zero where v is zero; False: leave such gradients alone
+    restart_bias: bool = False  # restart bias correction with the moments; False: keep counting all steps
     warm_decay: bool = False  # the warm-up scales weight decay too; False: only the update
 
     def __post_init__(self) -> None:
@@ -57,15 +60,16 @@ class Spam:
             raise ScheduleError(f"SPAM's settings must not be negative; got {self}.")
         if self.every and self.warmup > self.every:
             raise ScheduleError(
-                f"warmup={self.warmup} is longer than every={self.every}: the learning rate would never return."
+                f"warmup={self.warmup} is longer than every={self.every}: the learning rate would never recover. Pass a"
+                " warmup of at most every."
             )
         self._check_clipping()
 
     def _check_clipping(self) -> None:
-        """The settings of what was published beyond theta, reset and warm-up."""
+        """Check the settings of clipping, the floor and the flags."""
         if self.quiet < 0 or not 0 < self.floor <= 1:
             raise ScheduleError(
-                f"quiet is a number of steps, 0 or more, and floor a factor above 0 and at most 1; got"
+                "quiet must be a number of steps, 0 or more, and floor a factor above 0 and at most 1; got"
                 f" quiet={self.quiet!r} and floor={self.floor!r}."
             )
         if self.theta and 0 < self.every <= self.quiet:
@@ -75,20 +79,21 @@ class Spam:
             )
         flags = self.clip_unseen, self.restart_bias, self.warm_decay
         if not all(isinstance(flag, bool) for flag in flags):
-            raise ScheduleError(f"clip_unseen, restart_bias and warm_decay are True or False; got {self}.")
+            raise ScheduleError(f"clip_unseen, restart_bias and warm_decay must be True or False; got {self}.")
 
 
 PRESETS = {
     "paper": Spam(),
-    "seeds": Spam(
+    "adamwprune": Spam(
         theta=50.0, every=1000, warmup=1000, spike=2.0, quiet=0, floor=0.001, clip_unseen=False, restart_bias=True,
         warm_decay=True,
     ),
 }  # fmt: skip
+PRESETS["seeds"] = PRESETS["adamwprune"]  # its first name, which recipes and saved runs have
 
 
 def as_spam(wanted: Spam | str | Mapping[str, Any] | bool | None) -> Spam | None:
-    """Settings by name ("paper", "seeds"), as a mapping, or as they are."""
+    """Settings by name ("paper", "adamwprune"), from a mapping, or as given."""
     if wanted is None or wanted is False:
         return None
     if wanted is True:
@@ -100,7 +105,8 @@ def as_spam(wanted: Spam | str | Mapping[str, Any] | bool | None) -> Spam | None
     if isinstance(wanted, Mapping) and wanted.keys() <= asdict(Spam()).keys():
         return Spam(**wanted)
     raise ScheduleError(
-        f"spam is one of {', '.join(map(repr, PRESETS))}, a secateur.optim.Spam, or None; got {wanted!r}."
+        "spam must be 'paper', 'adamwprune', a secateur.optim.Spam, a mapping of its settings, or None; got"
+        f" {wanted!r}."
     )
 
 
@@ -110,12 +116,12 @@ def resets(spam: Spam, taken: int) -> bool:
 
 
 def since_reset(spam: Spam, taken: int) -> int | None:
-    """Steps from the last reset to the next step; 0 if the reset comes right before it, None if there was none yet."""
+    """Steps from the last reset to the next step: 0 if that step resets first, None if there was no reset yet."""
     return (taken + 1) % spam.every if spam.every and taken + 1 >= spam.every else None
 
 
 def clips(spam: Spam, taken: int) -> bool:
-    """Whether the next step clips: v must hold some gradients, from the start as from a reset on."""
+    """Whether the next step clips: only once v has averaged `quiet` gradients, from the start or from a reset."""
     age = since_reset(spam, taken)
     return spam.theta > 0 and (taken + 1 if age is None else age) >= spam.quiet
 
@@ -129,11 +135,11 @@ def warmth(spam: Spam, taken: int) -> float:
 
 
 def hold(spam: Spam) -> int:
-    """Steps after a reset during which nothing is ranked by the moments.
+    """Steps after a reset during which masks are not updated from the moments.
 
-    As long as the learning rate is held back, v averages few gradients: after n steps its relative error is about
-    sqrt(2 / n), 12 % at the paper's 150, which a score |w| v^(1/4) sees as 3 %. At most half of the time between
-    resets, so that masks can be updated at all.
+    While the learning rate warms up, v averages few gradients: after n steps its relative error is about sqrt(2 / n),
+    12 % at the paper's 150, so a score |w| v^(1/4) is off by 3 %. At most half of the time between resets, or masks
+    would never be updated.
     """
     return min(spam.warmup, spam.every // 2)
 
@@ -146,7 +152,7 @@ def is_cold(spam: Spam, taken: int) -> bool:
 
 
 def soften(spam: Spam, norms: Tensor, norm: Tensor, taken: int) -> Tensor:
-    """Factors for both moments, computed on the device without a sync; records the norm."""
+    """Factors on both moments after a possible spike, computed on the device without a sync. Records the norm."""
     seen = min(taken, HISTORY)
     factors = torch.ones(2, dtype=torch.float32, device=norm.device)
     if spam.spike is not None and seen >= ENOUGH:
@@ -154,20 +160,39 @@ def soften(spam: Spam, norms: Tensor, norm: Tensor, taken: int) -> Tensor:
         stands_out = (norm - past.mean()) > spam.spike * past.std()
         factors = torch.where(stands_out, torch.tensor(SHRINK, dtype=torch.float32, device=norm.device), factors)
     last = norms[(taken - 1) % HISTORY] if taken else torch.zeros_like(norm)
-    norms[taken % HISTORY] = torch.where(norm.isfinite(), norm, last)  # one overflow must not blind it for good
+    norms[taken % HISTORY] = torch.where(norm.isfinite(), norm, last)  # one overflow would hide every later spike
     return factors
 
 
-__all__ = ["AdamW", "Spam"]
+@runtime_checkable
+class MaskedOptimizer(Protocol):
+    """A torch optimizer that keeps pruned weights and their state at zero in its own step.
+
+    A Pruner gives its masks to any optimizer that has these members, and then need not zero anything after each step.
+    Optimizers without them work too: the Pruner zeroes weights and state from outside.
+    """
+
+    @property
+    def cold(self) -> bool:
+        """Whether its moments are too young to rank weights by, as after a reset. Mask updates wait meanwhile."""
+
+    def delay(self, steps: int) -> int:
+        """How many steps late a mask update will be that is due `steps` from now, because moments are cold then."""
+
+    def holds(self, masks: Mapping[Tensor, Tensor]) -> bool:
+        """Whether its step keeps these parameters zero where these very mask tensors say so."""
+
+    def set_masks(self, masks: Mapping[Tensor, Tensor], *, others: bool = False, regrows: bool = False) -> None:
+        """Apply these masks (True is kept) from the next step on; see `AdamW.set_masks`."""
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW with masks and SPAM inside the step: its arguments, its state, its numbers.
+    """torch.optim.AdamW with masks and SPAM inside the step; same arguments, same state, same results.
 
-    `spam` is None, "paper", "seeds" or a `Spam`. A state_dict loads into torch's AdamW and the other way round. Masks
-    come from a Pruner, or by hand through `set_masks`. On NVIDIA GPUs one Triton kernel does it all, which agrees with
-    torch's fused step to 4 units in the last place (docs/kernels.md); elsewhere, and with foreach=True,
-    capturable or differentiable, torch's own step runs and the rest follows it.
+    `spam` is None, "paper", "adamwprune" or a `Spam`. State dicts load into torch's AdamW and the other way round.
+    Masks come from a Pruner, or from you through `set_masks`. On NVIDIA GPUs one Triton kernel does the whole step, to
+    within 4 units in the last place of torch's fused step (docs/kernels.md). Elsewhere, and with foreach=True,
+    capturable or differentiable, torch's own step runs and masks are applied after it.
     """
 
     def __init__(
@@ -189,12 +214,12 @@ class AdamW(torch.optim.AdamW):
         self.spam = as_spam(spam)
         self._masks: dict[int, Tensor] = {}
         self._regrows = False
-        self._ready: dict[int, tuple[Any, Any, Any]] = {}  # of each group: where all was, and the step so prepared
+        self._ready: dict[int, tuple[Any, Any, Any]] = {}  # cached step of each group, with what it depends on
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,
             capturable=capturable, differentiable=differentiable, fused=fused,
         )  # fmt: skip
-        # A GradScaler then unscales and skips by itself, before it calls step(): both ways of stepping see the same.
+        # A GradScaler then unscales, and skips steps, before it calls step(): kernels and torch see the same gradients.
         self._step_supports_amp_scaling = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -214,16 +239,15 @@ class AdamW(torch.optim.AdamW):
             self._masks |= {id(parameter): mask for parameter, mask in found if mask is not None}
 
     def holds(self, masks: Mapping[Tensor, Tensor]) -> bool:
-        """Whether each of these parameters is held to this very mask."""
+        """Whether the step applies exactly these mask tensors to these parameters."""
         return all(self._masks.get(id(parameter)) is mask for parameter, mask in masks.items())
 
     def set_masks(self, masks: Mapping[Tensor, Tensor], *, others: bool = False, regrows: bool = False) -> None:
-        """Hold these parameters to these masks (True = kept) from the next step on; an empty mapping lets all go.
+        """Apply these masks (True is kept) from the next step on; an empty mapping removes all masks.
 
-        With `others`, parameters that are not named stay held to what they were. `regrows` says that these masks bring
-        weights back: they have no second moment yet, so from then on SPAM does not clip where that is zero.
-        A mask is bool in the shape of what this process holds of its parameter (packed here where kernels serve), or
-        flat bits as a Pruner keeps them.
+        With `others`, parameters that are not given keep their masks. `regrows` says that masks will bring weights
+        back; these have no second moment at first, so SPAM then no longer clips where v is zero. A mask is bool in the
+        shape of the local shard of its parameter (packed here where kernels run), or flat bits as a Pruner keeps them.
         """
         known = {id(p) for group in self.param_groups for p in group["params"]}
         held: dict[int, Tensor] = dict(self._masks) if others else {}
@@ -248,11 +272,11 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def cold(self) -> bool:
-        """Whether SPAM reset the moments so recently that nothing should be ranked by them."""
+        """Whether SPAM reset the moments too recently to rank weights by them."""
         return self.spam is not None and is_cold(self.spam, self.taken)
 
     def delay(self, steps: int) -> int:
-        """By how many steps SPAM's reset puts off an update of the masks that falls due `steps` from now."""
+        """How many steps late, because of a SPAM reset, a mask update will be that is due `steps` from now."""
         spam, due = self.spam, self.taken + steps
         return 0 if spam is None else next(late for late in range(spam.every + 1) if not is_cold(spam, due + late))
 
@@ -284,14 +308,14 @@ class AdamW(torch.optim.AdamW):
             kernels.take_adamw(ready, lists[1], hyper, soft)
         else:
             self._ready.pop(id(group), None)
-            ready = self._step_anew(group, lists, hyper, soft)
+            ready = self._step_uncached(group, lists, hyper, soft)
             if ready is not None and places is not None:
                 self._ready[id(group)] = places, self._masks, ready
         self._keep_zero([p for p in group["params"] if p.grad is None and id(p) in self._masks])
 
-    def _step_anew(self, group: dict[str, Any], lists: list[list[Any]], hyper: Hyper, soft: Tensor | None) -> Any:
-        """A step of which nothing was known; by kernels or by torch, each parameter for itself. What is to be kept
-        for the next step, if all went by kernels."""
+    def _step_uncached(self, group: dict[str, Any], lists: list[list[Any]], hyper: Hyper, soft: Tensor | None) -> Any:
+        """Build and run an uncached step: each parameter by kernel or by torch. Returns what to cache, if kernels took
+        all of them."""
         largest = lists[4] or [None] * len(lists[0])
         fast, slow = [], []
         for p, g, m, v, top, _ in zip(*lists[:4], largest, lists[5], strict=True):
@@ -310,14 +334,14 @@ class AdamW(torch.optim.AdamW):
         return None if slow else ready
 
     def _keep_zero(self, idle: list[Tensor]) -> None:
-        """Without a gradient there is no step, but a mask holds all the same."""
+        """Apply the masks of parameters that had no gradient and so no step."""
         kept = [(t, self._masks[id(p)]) for p in idle for t in (p.detach(), *self.state.get(p, {}).values())]
         kept = [(local(t), mask) for t, mask in kept if isinstance(t, Tensor) and t.ndim]
         if kept:
             kernels.zero([t for t, _ in kept], [mask for _, mask in kept])
 
     def _step_on(self, parameter: Tensor, device: torch.device) -> Tensor:
-        """The parameter's step count, moved for good if it is on another device: only after loading a state."""
+        """The parameter's step count, moved to this device if loading a state put it elsewhere."""
         state = self.state[parameter]
         if state["step"].device != device:
             state["step"] = state["step"].to(device)
@@ -348,7 +372,7 @@ class AdamW(torch.optim.AdamW):
                     state[name].zero_()
 
     def _soften(self) -> Tensor | None:
-        """SPAM's factors for the moments, if it watches the gradient norm."""
+        """SPAM's factors on the moments, if it looks for spikes of the gradient norm."""
         if self.spam is None or self.spam.spike is None:
             return None
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -374,8 +398,9 @@ def _local(part: AdamWTensors) -> AdamWTensors:
 
 
 def _places(lists: list[list[Any]], group: Mapping[str, Any], hyper: Hyper) -> list[Any] | None:
-    """All that a prepared step depends on: which tensors, where they are (but for gradients, which move) and of what
-    kind. None where a tensor is only partly here. A prepared step holds its tensors, so an id stands for one alone."""
+    """Everything a cached step depends on: tensors, their addresses (except of gradients, which move), types, settings.
+
+    None if a gradient is a DTensor. A cached step references its tensors, so their ids stay unique."""
     parameters, gradients, first, second, largest, steps = lists
     if any(type(g) is not Tensor for g in gradients):
         return None

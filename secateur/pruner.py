@@ -14,31 +14,15 @@ from secateur import kernels
 from secateur.errors import StateError
 from secateur.model.distributed import check_replicas, check_tile, is_sharded, like, local, peers_of, unwrap
 from secateur.model.facts import Facts
-from secateur.model.held import (
-    DEALT,
-    Held,
-    check_count,
-    check_mapping,
-    check_progress,
-    check_rows,
-    check_saved,
-    check_settings,
-    differing,
-    masks_in,
-    noted_in,
-    restore_facts,
-    rounding,
-    settings_in,
-    state_of,
-)
+from secateur.model.held import Held, SavedState, check_count, masks_in, read_saved, restore_facts, rounding, state_of
 from secateur.model.hooks import Listener, optimizers_in
 from secateur.model.prunable import Globs, LeftOut, check_readable, find_prunable, nothing_to_prune, unfit_for
-from secateur.optim import AdamW
+from secateur.optim import MaskedOptimizer
 from secateur.regrowth import check_gradients, exchange, regrowth_for
 from secateur.report import Report, TensorRow, Update
 from secateur.schedules import Clock, Schedule, as_schedule, check_rising, check_sparsity, described
 from secateur.scores import Score, resolve
-from secateur.selection import Selection, Target, check_choice, choose, quota_for
+from secateur.selection import Selection, Target, as_scope, check_choice, choose, quota_for
 from secateur.selection.exact import ScoredTensor
 from secateur.selection.masks import checksum, packed_bytes
 from secateur.selection.tiles import parse_pattern, tile_of
@@ -49,19 +33,20 @@ logger = logging.getLogger("secateur")
 class Pruner:
     """Prunes `model` while `optimizer` trains it.
 
-    Call `step()` after every `optimizer.step()` (or `attach()` once instead). Every `every` optimizer steps, and where
-    the schedule ends, masks are brought to the sparsity the schedule asks for, to the weight; after each step pruned
-    weights and their optimizer state are zero. A step that a GradScaler skipped does not count. `optimizer` may be a
-    wrapper such as Accelerate's, or a list of optimizers, which share one budget; then a step counts when each has
-    stepped.
+    Call `step()` after every `optimizer.step()`, or `attach()` once instead. Every `every` optimizer steps, and where
+    the schedule ends, the masks are updated to exactly the sparsity the schedule asks for. After each step pruned
+    weights and their optimizer state are zero. Steps that a GradScaler skips do not count. `optimizer` may be a wrapper
+    such as Accelerate's, or a list of optimizers that share one budget; then a step counts once each has stepped.
 
     `score` is a name, a name with options ("variance(q=0.375)") or a function registered with `@secateur.score`.
-    `sparsity` is a number or a schedule; None lets an n:m `pattern` decide. `scope`, `pattern` and `allocation` are
-    those of docs/selection.md. `skip` and `only` are globs of parameter or module names.
+    `sparsity` is a number or a schedule; None takes that of an n:m `pattern`. docs/selection.md explains `scope`
+    ("model" or "global", "layer", "row"), `pattern` and `allocation`. `skip` and `only` are globs of parameter or
+    module names.
 
-    `regrow` lets weights come back: "gradient" (RigL) those of largest gradient, "random" (SET) any. At every update up
-    to step `until` (by default where the schedule ends) a share of the living gives way to as many of the gone. It
-    begins as `drop` and falls to zero along half a cosine. With "gradient", call `step()` before clearing gradients.
+    `regrow` lets pruned weights come back: "gradient" (RigL) those of largest gradient, "random" (SET) any. At every
+    update up to step `until` (by default where the schedule ends) a share of the kept weights is exchanged for as many
+    pruned ones. That share begins at `drop` and falls to zero along half a cosine. With "gradient", call `step()`
+    before clearing gradients.
     """
 
     def __init__(
@@ -82,76 +67,79 @@ class Pruner:
         until: int | None = None,
     ) -> None:
         self.score = resolve(score)
-        self.every, self.scope, self._pattern = every, scope, parse_pattern(pattern)
-        if allocation is None and self._pattern is None and scope == "model":
+        self.every, self.scope, self._pattern = every, as_scope(scope), parse_pattern(pattern)
+        if allocation is None and self._pattern is None and self.scope == "model":
             allocation = self.score.allocation
         self.allocation = allocation
         final = getattr(sparsity, "target", None if self._pattern else 0.0) if callable(sparsity) else sparsity
-        final = check_choice(final, scope, self._pattern, allocation)
+        final = check_choice(final, self.scope, self._pattern, allocation)
         self.schedule = as_schedule(final if sparsity is None else sparsity)
         self.regrowth = regrowth_for(regrow, drop, until, self.schedule, self._pattern)
         self.updates: list[Update] = []
         self._model, self._optimizers = model, optimizers_in(optimizer)
+        self._masked = [one if isinstance(one, MaskedOptimizer) else None for one in self._optimizers]
         self._clock = Clock(every, getattr(self.schedule, "end", None), len(self._optimizers))
         self._reads_moments = any(need.startswith("exp_avg") for need in self.score.needs)
-        self._asked = 0.0
-        self._scheduled = 0.0  # what the schedule said last
-        self._carried = self._unsettled = False  # masks of a Pruner with other settings; and not yet brought to these
+        self._asked = 0.0  # the sparsity the masks were last brought to
+        self._scheduled = 0.0  # what the schedule last returned
+        self._carried = self._unsettled = False  # masks loaded from other settings; and not updated since
         self._checked = False
         self._survey(skip, only)
         self._listener = Listener(self._optimizers, self._clock, self._facts, self._held)
-        for ours in self._optimizers:
-            if isinstance(ours, AdamW):
-                self._prepare(ours)
+        for masked in filter(None, self._masked):
+            self._prepare(masked)
 
-    def _prepare(self, optimizer: AdamW) -> None:
-        """Tell an optimizer of ours that weights may come back, and the user that the last update may be late."""
+    def _prepare(self, optimizer: MaskedOptimizer) -> None:
+        """Announce regrowth to an optimizer that applies masks itself, and warn if it will delay the last update."""
         if self.regrowth is not None:
             optimizer.set_masks({}, others=True, regrows=True)
         end = self._clock.end
         delay = optimizer.delay(end) if end and self._reads_moments else 0
         if delay:
             logger.warning(
-                "The schedule ends at step %d, where SPAM has just reset the moments that score %r reads: the last"
-                " update waits until step %d. Train beyond that step, or end the schedule before the reset.",
+                "The schedule ends at step %d, where the optimizer has just reset the moments that score %r reads: the"
+                " last update waits until step %d. Train beyond that step, or end the schedule before the reset.",
                 end, self.score.name, (end or 0) + delay,
             )  # fmt: skip
 
     def _survey(self, skip: Globs, only: Globs | None) -> None:
-        """Find the sites, refuse what cannot work, and make the masks and whatever else must be kept."""
+        """Find the prunable weights, refuse what cannot work, and allocate masks and facts."""
         check_readable(unwrap(self._model))
         found, left_out = find_prunable(unwrap(self._model), skip, only, unfit_for(self._pattern))
         self._facts = Facts(self._optimizers, self.score, found)
-        self._sites = self._facts.sites
-        known = {site.name for site in self._sites}
-        strangers = [site for site in found if site.name not in known]
-        self._left_out = [*(LeftOut(s.name, s.parameter.numel(), "not in the optimizer") for s in strangers), *left_out]
-        if not self._sites:
+        self._prunables = self._facts.prunables
+        trained = {prunable.name for prunable in self._prunables}
+        absent = [LeftOut(w.name, w.parameter.numel(), "not in the optimizer") for w in found if w.name not in trained]
+        self._left_out = [*absent, *left_out]
+        if not self._prunables:
             raise nothing_to_prune(unwrap(self._model), self._left_out)
-        self._peers = peers_of(site.parameter for site in self._sites)
+        if absent:
+            names = ", ".join(repr(item.name) for item in absent[:3])
+            logger.warning("%d prunable tensors are not in the optimizer and stay dense: %s.", len(absent), names)
+        self._peers = peers_of(prunable.parameter for prunable in self._prunables)
         tiled = self.scope == "row" or self._pattern is not None
-        for site in self._sites if tiled else ():
-            height = tile_of(site.name, site.parameter.shape, site.layout, self._pattern)[0]
+        for prunable in self._prunables if tiled else ():
+            height = tile_of(prunable.name, prunable.parameter.shape, prunable.layout, self._pattern)[0]
             meant = f"Pattern {self._pattern.text!r}" if self._pattern else "Scope 'row'"
-            check_tile(site.name, site.parameter, height, meant)
-        self._held = Held([local(site.parameter.detach()) for site in self._sites])
-        self._gone = [0] * len(self._sites)
-        self._churn = [0] * len(self._sites)
-        self._cuts: list[float | None] = [None] * len(self._sites)
+            check_tile(prunable.name, prunable.parameter, height, meant)
+        self._held = Held([local(prunable.parameter.detach()) for prunable in self._prunables])
+        self._gone = [0] * len(self._prunables)
+        self._churn = [0] * len(self._prunables)
+        self._cuts: list[float | None] = [None] * len(self._prunables)
 
     def attach(self) -> Any:
-        """Run `step()` by itself after every optimizer step. Returns a handle whose `remove()` ends that."""
+        """Call `step()` after every optimizer step by itself. Returns a handle with `remove()`."""
         return Handles([one.register_step_post_hook(lambda *_: self.step()) for one in self._optimizers])
 
     def step(self) -> None:
-        """Catch up with the optimizer: update the masks if an update is due, zero what they say is gone.
+        """Update the masks if an update is due, then zero pruned weights and their optimizer state.
 
-        Does nothing when no optimizer step has been completed since the last call. Of several optimizers a step is
-        completed when each has stepped; until then the masks are applied and nothing is counted.
+        Does nothing if no optimizer step was completed since the last call. With several optimizers a step is complete
+        once each has stepped; until then the masks are applied and nothing is counted.
         """
         if not self._checked and self._clock.taken != self._clock.seen:
-            self._facts.check()  # a score that cannot work here says so at the first step, not at the first update
-            check_gradients(self.regrowth, self._sites, self._peers, zeros_count=True)
+            self._facts.check()  # so that a score that cannot work here fails at the first step, not the first update
+            check_gradients(self.regrowth, self._prunables, self._peers, zeros_count=True)
             self._checked = True
         behind = self._clock.behind()
         if not behind:
@@ -162,15 +150,14 @@ class Pruner:
         self._listener.check_order()
         if behind > 1 and any(self._gone) and not self._is_held():
             self._listener.warn_late(behind)
-        cold = self._reads_moments and any(getattr(optimizer, "cold", False) for optimizer in self._optimizers)
+        cold = self._reads_moments and any(optimizer.cold for optimizer in filter(None, self._masked))
         changed = self._clock.due(held=cold) and self._update(self._clock.taken)
         if changed or not self._is_held():
-            self.apply()  # unless an optimizer of ours has done so in its own step
+            self.apply()
 
     @torch.no_grad()
     def _update(self, step: int) -> bool:
-        """Bring the masks to what the schedule asks, and say if they changed. Unless weights come back, no more asked
-        is nothing to do."""
+        """Bring the masks to the sparsity the schedule asks for. Returns False if there was nothing to do."""
         scheduled = check_sparsity(self.schedule(step))
         check_rising(scheduled, self._scheduled, step)
         asked, self._scheduled = max(scheduled, self._asked), scheduled
@@ -179,73 +166,78 @@ class Pruner:
             return False
         began, sent = time.perf_counter(), self._peers.bytes_sent
         if share > 0:
-            self.apply()  # the optimizer has just moved what is gone; a weight comes back at zero, its moments too
+            self.apply()  # the optimizer has just moved pruned weights; those that come back start at zero
         chosen = self._choose(step, asked)
-        grown = self._over_all(self._held.returning(chosen.masks)) if share > 0 else [0] * len(self._sites)
+        grown = self._over_all(self._held.returning(chosen.masks)) if share > 0 else [0] * len(self._prunables)
         self._hold(chosen.masks, chosen.kept)
         before, self._gone = self._gone, self._over_all(self._held.dead)
         moved = zip(self._gone, before, grown, strict=True)
-        self._churn = [now - then + 2 * back for now, then, back in moved]  # one more has gone for each that came back
+        self._churn = [now - then + 2 * back for now, then, back in moved]  # each that came back replaced one more
         self._cuts = [None if cut is None else cut.value for cut in chosen.cuts]
         self._asked, self._unsettled = asked, False
-        check_replicas(self._model, lambda: checksum([self._held.bools(number) for number in range(len(self._sites))]))
+        check_replicas(self._model, lambda: checksum([self._held.bools(n) for n in range(len(self._prunables))]))
         seconds, sent = time.perf_counter() - began, self._peers.bytes_sent - sent
-        self.updates.append(Update(step, asked, sum(self._gone), sum(self._churn), seconds, sent, sum(grown)))
+        update = Update(step, asked, sum(self._gone), sum(self._churn), seconds, sent, sum(grown))
+        self.updates.append(update)
+        logger.info(
+            "Step %d: sparsity %.4f, %d of %d weights pruned, %d mask entries changed, %.3f s.",
+            step, self.sparsity, update.pruned, self._numel, update.churn, seconds,
+        )  # fmt: skip
         return True
 
     def _choose(self, step: int, asked: float) -> Selection:
-        """Masks at the asked sparsity; while weights may come back, some have."""
+        """Masks at the asked sparsity, after an exchange of weights if regrowth is due."""
         targets, peers, packed = self._targets(), self._peers, self._held.packed
         if self.regrowth is not None and self.regrowth.share(step) > 0:
             quota = quota_for(targets, asked, self.scope, self.allocation, peers)
-            return exchange(self.regrowth, step, self._sites, targets, quota, peers, packed)
+            return exchange(self.regrowth, step, self._prunables, targets, quota, peers, packed)
         return choose(
             targets, asked, scope=self.scope, pattern=self._pattern, allocation=self.allocation, peers=peers,
             packed=packed,
         )  # fmt: skip
 
     def _hold(self, masks: Sequence[Tensor], kept: Sequence[int] | None = None) -> None:
-        """Take these masks, and give them to an optimizer that knows what to do with them."""
+        """Store these masks, and pass them to optimizers that apply masks themselves."""
         self._held.take(masks, kept)
         for optimizer, held in self._by_optimizer():
-            if isinstance(optimizer, AdamW):
+            if optimizer is not None:
                 optimizer.set_masks(held, others=True, regrows=self.regrowth is not None)
 
     def _is_held(self) -> bool:
-        """Whether every optimizer holds its weights to these masks in its own step."""
-        return all(isinstance(optimizer, AdamW) and optimizer.holds(held) for optimizer, held in self._by_optimizer())
+        """Whether every optimizer applies these masks in its own step."""
+        return all(optimizer is not None and optimizer.holds(held) for optimizer, held in self._by_optimizer())
 
-    def _by_optimizer(self) -> list[tuple[torch.optim.Optimizer, dict[Tensor, Tensor]]]:
-        """Each optimizer that trains a site, with the masks of its parameters."""
+    def _by_optimizer(self) -> list[tuple[MaskedOptimizer | None, dict[Tensor, Tensor]]]:
+        """The masks of each optimizer's parameters, and the optimizer if it applies masks itself."""
         found: list[dict[Tensor, Tensor]] = [{} for _ in self._optimizers]
-        for site, mask in zip(self._sites, self._held.masks, strict=True):
-            found[self._facts.owner(site)][site.parameter] = mask
-        return [(optimizer, masks) for optimizer, masks in zip(self._optimizers, found, strict=True) if masks]
+        for prunable, mask in zip(self._prunables, self._held.masks, strict=True):
+            found[self._facts.owner(prunable)][prunable.parameter] = mask
+        return [(optimizer, masks) for optimizer, masks in zip(self._masked, found, strict=True) if masks]
 
     def _over_all(self, here: Sequence[int]) -> list[int]:
-        """A count for each site, over all processes; a tensor every process holds counts once."""
-        counted = [self._peers.rank == 0 or is_sharded(site.parameter) for site in self._sites]
+        """A count for each tensor summed over all processes; a replicated tensor counts once."""
+        counted = [self._peers.rank == 0 or is_sharded(prunable.parameter) for prunable in self._prunables]
         return self._peers.totals([count * mine for count, mine in zip(here, counted, strict=True)])
 
     def _targets(self) -> list[Target]:
-        held = zip(self._sites, self._held.masks, self._held.dead, strict=True)
-        return [self._facts.target(site, mask, dead, self._peers) for site, mask, dead in held]
+        held = zip(self._prunables, self._held.masks, self._held.dead, strict=True)
+        return [self._facts.target(prunable, mask, dead, self._peers) for prunable, mask, dead in held]
 
     def pieces(self) -> list[ScoredTensor]:
-        """Every prunable tensor with its scores as of now, to be evaluated in parts: `piece.score(slice(0, 1000))`."""
+        """Every prunable tensor with its current scores, evaluated on demand: `piece.score(slice(0, 1000))`."""
         return [target.piece for target in self._targets()]
 
     def apply(self) -> None:
-        """Zero what the masks say is gone: weights, everything the optimizer keeps in their shape, and, since a weight
-        that comes back starts anew, what is kept of it for the score."""
+        """Zero pruned weights and all optimizer state in their shape; with regrowth, also the facts kept for the score,
+        because a weight that comes back starts from nothing."""
         tensors: list[Tensor] = []
         masks: list[Tensor] = []
-        for number, (site, mask) in enumerate(zip(self._sites, self._held.masks, strict=True)):
+        for number, (prunable, mask) in enumerate(zip(self._prunables, self._held.masks, strict=True)):
             if not self._held.dead[number]:
                 continue
-            plain, coded = self._facts.members(site)
-            members = [local(site.parameter.detach()), *plain.values()]
-            members += [] if self.regrowth is None else self._facts.kept_of(site)
+            plain, coded = self._facts.members(prunable)
+            members = [local(prunable.parameter.detach()), *plain.values()]
+            members += [] if self.regrowth is None else self._facts.kept_of(prunable)
             tensors += members
             masks += [mask] * len(members)
             kept = self._held.bools(number) if coded else mask
@@ -255,25 +247,36 @@ class Pruner:
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """Bool masks by parameter name, True = kept; sharded as the parameters are. Where kernels serve, masks are held
-        as bits, and these are made from them."""
-        return {site.name: like(self._held.bools(n), site.parameter) for n, site in enumerate(self._sites)}
+        """Bool masks by parameter name, True is kept; sharded as the parameters are. Where kernels run they are copies,
+        made from packed bits."""
+        return {one.name: like(self._held.bools(number), one.parameter) for number, one in enumerate(self._prunables)}
 
     @property
     def sparsity(self) -> float:
-        """Fraction of the prunable weights that is gone, over all processes."""
-        return sum(self._gone) / sum(site.parameter.numel() for site in self._sites)
+        """Fraction of the prunable weights that is pruned, over all processes."""
+        return sum(self._gone) / self._numel
+
+    @property
+    def _numel(self) -> int:
+        return sum(prunable.parameter.numel() for prunable in self._prunables)
+
+    def __repr__(self) -> str:
+        return (
+            f"Pruner(score={str(self.score)!r}, sparsity={self.sparsity:.4f} -> {described(self.schedule)},"
+            f" step={self._clock.taken}, tensors={len(self._prunables)}, weights={self._numel:,})"
+        )
 
     def __deepcopy__(self, memo: Any) -> Pruner:
         raise StateError(
-            "A Pruner listens to its optimizer, so it cannot be copied. Build one and load_state_dict() it."
+            "A Pruner has hooks on its optimizer, so it cannot be copied. Build a new one and load this one's"
+            " state_dict() into it."
         )
 
     def report(self) -> Report:
-        """What was asked and what was achieved, tensor by tensor, and what it cost."""
+        """Asked and achieved sparsity, tensor by tensor, and the cost in time and memory."""
         rows = [
             TensorRow(s.name, tuple(s.parameter.shape), s.parameter.numel(), gone, churn, cut, s.tied, s.reason)
-            for s, gone, churn, cut in zip(self._sites, self._gone, self._churn, self._cuts, strict=True)
+            for s, gone, churn, cut in zip(self._prunables, self._gone, self._churn, self._cuts, strict=True)
         ]
         return Report(
             score=str(self.score),
@@ -293,16 +296,16 @@ class Pruner:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A flat dict of tensors and nothing else, for torch.save, safetensors or torch.distributed.checkpoint.
+        """A flat dict of tensors alone, for torch.save, safetensors or torch.distributed.checkpoint.
 
-        Masks are packed to bits. For sharded parameters the entries are DTensors, sharded alike.
+        Masks are packed to bits. For sharded parameters the entries are DTensors with the same placements.
         """
-        told = {"taken": self._clock.taken, "gone": sum(self._gone), "carried": self._carried}
-        settings = {**self._settings(), **told}
-        return state_of(settings, self._clock, self._asked, self._sites, self._held, self._facts)
+        progress = {"taken": self._clock.taken, "gone": sum(self._gone), "carried": self._carried}
+        settings = {**self._settings(), **progress}
+        return state_of(settings, self._clock.saved(), self._asked, self._prunables, self._held, self._facts)
 
     def _settings(self) -> dict[str, Any]:
-        """What this Pruner was asked for, in words that are the same in every process."""
+        """The settings that saved states are compared by, the same text in every process."""
         options = {**self.score.defaults, **self.score.options}
         return {
             "score": f"{self.score.function.__name__}({', '.join(f'{k}={v!r}' for k, v in sorted(options.items()))})",
@@ -315,41 +318,37 @@ class Pruner:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Take up where a saved Pruner of this model stopped, at any world size. Nothing changes if it does not fit.
+        """Resume a saved Pruner of this model, at any world size. If the state does not fit, nothing changes.
 
-        A state of another score, scope, pattern, allocation, schedule or regrowth is refused. With `strict=False` masks
-        and steps are taken and this Pruner's settings apply from the next update on; what was kept for another score is
-        left out. `every` may differ in any case, and states that do not tell their settings are taken as they are.
+        A state with another score, scope, pattern, allocation, schedule or regrowth is refused. With `strict=False` its
+        masks and steps are loaded, this Pruner's settings apply from the next update on, and facts kept for another
+        score are ignored. `every` may always differ. States saved without settings are not compared.
         """
-        check_mapping(state)
-        saved, mine = settings_in(state), self._settings()
-        if strict:
-            check_settings(saved, mine)
-        check_saved(self.state_dict(), state, strict)
-        check_rows(state, self._peers)
-        steps, asked = check_progress(state)
-        masks, changed = masks_in(state, self._sites, self._held), differing(saved, mine)
-        carried = bool(saved and saved.get("carried")) or any(name in DEALT for name in changed)
-        self._check_count(masks, asked, noted_in(saved, steps), saved is not None, carried)
-        restore_facts(state, self._sites, self._facts)
+        saved = read_saved(state, self.state_dict(), self._settings(), self._peers, strict)
+        masks = masks_in(state, self._prunables, self._held)
+        self._check_count(masks, saved)
+        if saved.changed:
+            logger.warning("Loaded masks of a Pruner with another %s; they change from the next update on.",
+                           ", ".join(saved.changed))  # fmt: skip
+        restore_facts(state, self._prunables, self._facts)
         self._hold(masks)
-        self._clock.restore(steps)
-        self._asked = asked
-        self._scheduled = 0.0 if saved is None or changed else asked
-        self._carried, self._unsettled = carried, any(name in DEALT for name in changed)
+        self._clock.restore(saved.steps)
+        self._asked = saved.asked
+        self._scheduled = 0.0 if saved.settings is None or saved.changed else saved.asked
+        self._carried, self._unsettled = saved.carried, saved.spread_changed
         self._gone = self._over_all(self._held.dead)
-        self._churn, self._cuts, self.updates = [0] * len(self._sites), [None] * len(self._sites), []
+        self._churn, self._cuts, self.updates = [0] * len(self._prunables), [None] * len(self._prunables), []
         self._facts.stepped = self._clock.taken > 0
         self.apply()
 
-    def _check_count(self, masks: Sequence[Tensor], asked: float, noted: Any, tells: bool, carried: bool) -> None:
-        """Refuse saved masks whose number of pruned weights contradicts the rest of the state. One that does not tell
-        its settings may have been of any scope; masks carried over from other settings follow no count."""
+    def _check_count(self, masks: Sequence[Tensor], saved: SavedState) -> None:
+        """Refuse saved masks whose number of pruned weights contradicts the rest of the state. A state without settings
+        may be of any scope; masks carried over from other settings follow no count."""
         kept = kernels.population(masks)
         gone = self._over_all([shape.numel() - count for shape, count in zip(self._held.shapes, kept, strict=True)])
-        total = sum(site.parameter.numel() for site in self._sites)
-        off = total if carried else rounding(self._sites, self.scope if tells else None, self._pattern)
-        check_count(sum(gone), total, asked, off, noted)
+        known = None if saved.settings is None else self.scope
+        off = self._numel if saved.carried else rounding(self._prunables, known, self._pattern)
+        check_count(sum(gone), self._numel, saved.asked, off, saved.noted)
 
 
 class Handles:
@@ -359,6 +358,6 @@ class Handles:
         self._hooks = hooks
 
     def remove(self) -> None:
-        """Call `step()` no more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()

@@ -1,8 +1,8 @@
-"""Regrowth: living weights give way, and as many that were gone come back.
+"""Regrowth: some kept weights are pruned, and as many pruned ones come back.
 
-By gradient that is RigL (Evci et al. 2020), by lot it is SET (Mocanu et al. 2018). One exchange is two exact selections
-of the kind that prunes: scores drop the lowest of the living, past what the schedule asks; then all that is gone
-competes for coming back, and all but so many lose.
+Chosen by gradient this is RigL (Evci et al. 2020), at random it is SET (Mocanu et al. 2018). One exchange is two exact
+selections: the score prunes the lowest weights beyond what the schedule asks; then all pruned weights compete, and as
+many of the best come back.
 """
 
 from __future__ import annotations
@@ -32,14 +32,18 @@ KINDS = ("gradient", "random")
 
 @dataclass(frozen=True)
 class Regrowth:
-    """By what weights come back, the share of the living that gives way at first, and the step at which all is over."""
+    """What ranks the weights that come back, the share of kept weights exchanged at first, and the step it ends at."""
 
     kind: str
     drop: float
     until: int
 
+    @property
+    def by_gradient(self) -> bool:
+        return self.kind == "gradient"
+
     def share(self, step: int) -> float:
-        """drop/2 (1 + cos(pi t / until)): the share of the living weights exchanged at this step, none from `until`."""
+        """The share of kept weights exchanged at step t: drop/2 (1 + cos(pi t / until)), none from `until` on."""
         return self.drop / 2 * (1 + math.cos(math.pi * step / self.until)) if step < self.until else 0.0
 
     def __str__(self) -> str:
@@ -49,10 +53,12 @@ class Regrowth:
 def regrowth_for(
     kind: str | None, drop: float, until: int | None, schedule: Schedule, pattern: Pattern | None
 ) -> Regrowth | None:
-    """The regrowth these settings mean, or an error where they make no sense together."""
+    """The regrowth these settings mean, or an error where they contradict each other."""
     if kind is None:
         if until is not None:
-            raise RegrowthError(f"until={until!r} says how long weights come back, but none do. Pass regrow=... too.")
+            raise RegrowthError(
+                f"until={until!r} is the last step of regrowth, but regrow is None. Pass regrow=... too."
+            )
         return None
     if kind not in KINDS:
         raise RegrowthError(f"No regrowth {kind!r}. Use one of {', '.join(map(repr, KINDS))}, or None.")
@@ -62,38 +68,38 @@ def regrowth_for(
             " pattern=None; scope 'row' keeps every row at the same sparsity."
         )
     if isinstance(drop, bool) or not isinstance(drop, int | float) or not 0 < drop < 1:
-        raise RegrowthError(f"drop is the share of living weights exchanged at first, in (0, 1); got {drop!r}.")
+        raise RegrowthError(f"drop must be the share of kept weights exchanged at first, in (0, 1); got {drop!r}.")
     end = getattr(schedule, "end", None) if until is None else until
     if end is None:
         raise RegrowthError(
             f"The schedule {schedule} has no end, so regrowth needs one: pass until=..., the optimizer step after which"
-            " no weight comes back (RigL takes three quarters of the training)."
+            " no weight comes back (RigL uses three quarters of training)."
         )
     if isinstance(end, bool) or not isinstance(end, int) or end < 1:
-        raise RegrowthError(f"until is a number of optimizer steps, at least 1; got {end!r}.")
+        raise RegrowthError(f"until must be a number of optimizer steps, at least 1; got {end!r}.")
     return Regrowth(kind, float(drop), end)
 
 
 def exchange(
     regrowth: Regrowth,
     step: int,
-    sites: Sequence[Prunable],
+    prunables: Sequence[Prunable],
     targets: Sequence[Target],
     quota: Quota,
     peers: Peers,
     packed: bool,
 ) -> Selection:
-    """Masks that meet the quota, after a share of the living has given way to as many of the gone.
+    """Masks that meet the quota, after a share of the kept weights was exchanged for as many pruned ones.
 
-    Going to the quota and past it by the same scores is one selection. What has just been dropped may come back; then
-    it was never away, and keeps its value.
+    One selection prunes to the quota and beyond it by the same scores. A weight it has just pruned may come back at
+    once; it then keeps its value.
     """
     share = regrowth.share(step)
     moved = [round(share * (size - gone)) for size, gone in zip(quota.sizes, quota.gone, strict=True)]
     lower = replace(quota, gone=[gone + count for gone, count in zip(quota.gone, moved, strict=True)])
     left = fulfil(targets, lower, peers, packed)
     all_but = replace(quota, gone=[size - count for size, count in zip(quota.sizes, moved, strict=True)])
-    back = fulfil(candidates(regrowth, step, sites, left, peers), all_but, peers, packed)
+    back = fulfil(candidates(regrowth, step, prunables, left, peers), all_but, peers, packed)
     for mask, more in zip(left.masks, back.masks, strict=True):
         mask.bitwise_or_(more)
     kept = None
@@ -102,38 +108,40 @@ def exchange(
     return Selection(left.masks, left.cuts, kept)
 
 
-def candidates(regrowth: Regrowth, step: int, sites: Sequence[Prunable], left: Selection, peers: Peers) -> list[Target]:
-    """The sites as a selection sees them in which what `left` keeps is dead and what is gone competes."""
-    by_gradient = regrowth.kind == "gradient"
-    check_gradients(regrowth, sites, peers, zeros_count=False)
-    score = resolve("magnitude") if by_gradient else lot(step)
+def candidates(
+    regrowth: Regrowth, step: int, prunables: Sequence[Prunable], left: Selection, peers: Peers
+) -> list[Target]:
+    """The tensors for a selection in which pruned weights compete and those that `left` keeps do not."""
+    check_gradients(regrowth, prunables, peers, zeros_count=False)
+    score = resolve("magnitude") if regrowth.by_gradient else lot(step)
     kept = kernels.population(left.masks) if left.kept is None else left.kept
     found = []
-    for site, mask, living in zip(sites, left.masks, kept, strict=True):
-        facts: dict[str, Any] = {"weight": _gradient(site)} if by_gradient else {"index": None}
-        gone = inverted(mask, local(site.parameter.detach()).numel())
-        found.append(target_of(site, score, facts, gone, living, peers))
+    for prunable, mask, living in zip(prunables, left.masks, kept, strict=True):
+        facts: dict[str, Any] = {"weight": _gradient(prunable)} if regrowth.by_gradient else {"index": None}
+        gone = inverted(mask, local(prunable.parameter.detach()).numel())
+        found.append(target_of(prunable, score, facts, gone, living, peers))
     return found
 
 
 def lot(step: int) -> Score:
-    """Score `random` with a seed of this step's own. It is negative: those from zero on are for scores users choose."""
+    """Score `random` with a seed for this step, negative so that it never equals one that a user chose."""
     return replace(resolve("random"), options={"seed": -1 - step})
 
 
-def _gradient(site: Prunable) -> Tensor:
-    """This process's part of the gradient as it is now; zeros for a tensor the loss did not reach."""
-    if site.parameter.grad is not None:
-        return local(site.parameter.grad)
-    part = local(site.parameter.detach())
+def _gradient(prunable: Prunable) -> Tensor:
+    """The local shard of the current gradient; zeros for a tensor without one."""
+    if prunable.parameter.grad is not None:
+        return local(prunable.parameter.grad)
+    part = local(prunable.parameter.detach())
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
-def check_gradients(regrowth: Regrowth | None, sites: Sequence[Prunable], peers: Peers, zeros_count: bool) -> None:
-    """Raise where gradients are needed and no site has one; `zero_grad(set_to_none=False)` leaves zeros behind."""
-    if regrowth is None or regrowth.kind != "gradient":
+def check_gradients(regrowth: Regrowth | None, prunables: Sequence[Prunable], peers: Peers, zeros_count: bool) -> None:
+    """Raise where gradients are needed and no tensor has one. Unless `zeros_count`, gradients that are all zero do not
+    count: `zero_grad(set_to_none=False)` leaves those."""
+    if regrowth is None or not regrowth.by_gradient:
         return
-    gradients = (local(site.parameter.grad) for site in sites if site.parameter.grad is not None)
+    gradients = (local(prunable.parameter.grad) for prunable in prunables if prunable.parameter.grad is not None)
     here = any(zeros_count or bool(gradient.any()) for gradient in gradients)
     if peers.totals([int(here)])[0] == 0:
         raise FactError(

@@ -1,4 +1,8 @@
-"""The table of scores: `@score` puts a function in it, `resolve` takes one out by name, with options."""
+"""Scores: one number per weight, higher is kept. `@score` registers a function; every built-in score is in this file.
+
+A score is a pure elementwise function. Its arguments without a default name the facts it reads (`weight`, `exp_avg`,
+`exp_avg_sq`, `gradient`, `input_norm`, ...), those with a default are its options. A new score is one such function.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,13 @@ from torch import Tensor
 
 from secateur.errors import ScoreError, nearest
 
-# Facts that are one number per tensor rather than one per weight, each with a value to try a new score on.
+# Facts that are one number per tensor instead of one per weight, each with a value to test a new score on.
 SCALAR_FACTS = {"step": 10.0, "beta1": 0.9, "beta2": 0.999}
 
 
 @dataclass(frozen=True)
 class Score:
-    """A registered function with its options filled in."""
+    """A registered function with its options, and the scope and allocation it uses by default."""
 
     name: str
     function: Callable[..., Tensor]
@@ -37,7 +41,7 @@ class Score:
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """The options the function declares, at their default values."""
+        """The options of the function and their default values."""
         parameters = inspect.signature(self.function).parameters.values()
         return {p.name: p.default for p in parameters if p.default is not p.empty}
 
@@ -64,10 +68,10 @@ def score(
     scope: str | None = None,
     allocation: str | None = None,
 ) -> Any:
-    """Register a pure elementwise function as a score. Use bare (`@score`) or with options.
+    """Register a pure elementwise function as a score: `@score`, or `@score(...)` with options.
 
-    `scope` is that of the score's paper, the default after training; `allocation` is the layer allocation a Pruner uses
-    unless told otherwise. `aliases` are further names for the same formula, without that scope.
+    `scope` is the default of `prune` and `probe` for this score, usually that of its paper; `allocation` is the default
+    of a Pruner in scope "model". `aliases` are other names for the same formula, without that scope.
     """
     if function is None:
         return lambda wrapped: score(wrapped, aliases=aliases, scope=scope, allocation=allocation)
@@ -100,7 +104,7 @@ def resolve(wanted: str | Callable[..., Tensor] | Score) -> Score:
 
 
 def with_options(entry: Score, options: Mapping[str, Any]) -> Score:
-    """The same score with some options set, each checked against those the function declares."""
+    """The same score with some options set, each checked against those the function has."""
     for key in options:
         if key not in entry.defaults:
             known = ", ".join(f"{k}={v!r}" for k, v in entry.defaults.items()) or "none"
@@ -118,11 +122,11 @@ def _parse_options(wanted: str, text: str) -> dict[str, Any]:
             return {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError, ZeroDivisionError):
         pass
-    raise ScoreError(f"Cannot read {wanted!r}. Write options as numbers: 'variance(q=3/8)'.")
+    raise ScoreError(f"Cannot read {wanted!r}. Write options as numbers, as in 'variance(q=3/8)'.")
 
 
 def _value(node: ast.expr) -> Any:
-    """A literal, or a fraction of two."""
+    """A literal, or the quotient of two."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
         return ast.literal_eval(node.left) / ast.literal_eval(node.right)
     return ast.literal_eval(node)
@@ -133,8 +137,8 @@ def _origin(function: Callable[..., Tensor]) -> str:
 
 
 def _check_contract(entry: Score) -> None:
-    """Evaluate on eight made-up weights, whole and in halves: a score that mixes elements, draws random numbers or
-    writes into what it is given shows here."""
+    """Evaluate on eight made-up weights, whole and in halves, to find scores that mix elements, use random numbers or
+    write into their arguments."""
     size = 8
     made_up = torch.linspace(0.9, 0.1, size, dtype=torch.float32, device="cpu")
     facts: dict[str, Any] = dict.fromkeys(entry.needs, made_up)
@@ -160,16 +164,17 @@ def _check_contract(entry: Score) -> None:
     if not elementwise:
         raise ScoreError(
             f"Score {entry.name!r} must be elementwise and deterministic: one number per weight, from that weight's"
-            " facts alone. It is evaluated in chunks, so sums or means over a tensor, or random draws, cannot work."
+            " facts alone. It is evaluated in chunks, so sums or means over a tensor, or random numbers, cannot work."
         )
     if any(isinstance(v, Tensor) and not torch.equal(v, given[name]) for name, v in facts.items()):
         raise ScoreError(
-            f"Score {entry.name!r} writes into its arguments, which are the weights and moments themselves."
+            f"Score {entry.name!r} writes into its arguments, which are the weights and moments themselves. Use"
+            " operations that return new tensors."
         )
 
 
 def mixed(numbers: Tensor) -> Tensor:
-    """Thirty-two well-mixed bits for each int64, the same everywhere (the finalizer of a 32-bit hash, twice)."""
+    """A 32-bit hash of each int64, the same on every device (two rounds of an integer hash finalizer)."""
     bits = numbers ^ (numbers >> 32)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         bits = bits & 0xFFFFFFFF
@@ -178,9 +183,9 @@ def mixed(numbers: Tensor) -> Tensor:
 
 
 def power(value: Tensor, exponent: float) -> Tensor:
-    """value ** exponent, a new tensor, for exponents in (0, 1] that are multiples of 1/16, by square roots alone.
+    """value ** exponent as a new tensor, by square roots alone; exponents are multiples of 1/16 in (0, 1].
 
-    `torch.pow` rounds differently in a vector loop and in its tail, so it would tie a mask to the chunking.
+    `torch.pow` rounds differently in the vectorized loop and in its tail, so masks would depend on the chunking.
     """
     sixteenths = exponent * 16
     if not 0 < sixteenths <= 16 or sixteenths != int(sixteenths):
@@ -192,7 +197,7 @@ def power(value: Tensor, exponent: float) -> Tensor:
     for bit in (8, 4, 2, 1):
         if not rest:
             break
-        root = root.sqrt() if root is value or root is result else root.sqrt_()  # reuse what is ours alone
+        root = root.sqrt() if root is value or root is result else root.sqrt_()  # in place where no one else uses it
         if rest & bit:
             result = root if result is None else result * root
             rest -= bit
@@ -201,7 +206,7 @@ def power(value: Tensor, exponent: float) -> Tensor:
 
 
 def _toward_zero(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, eps: float) -> Tensor:
-    """sign(w) m / (sqrt v + eps): positive where Adam's next step shrinks |w|, for that step is -m / sqrt v."""
+    """sign(w) m / (sqrt v + eps): positive where Adam's next step, -m / sqrt v, shrinks |w|."""
     return weight.sign() * exp_avg / (exp_avg_sq.sqrt() + eps)
 
 
@@ -244,13 +249,13 @@ def bitter6(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, eps: float = 1e
 @score
 def bitter7(weight: Tensor, exp_avg_sq: Tensor, eps: float = 1e-8) -> Tensor:
     """|w| (v + eps)^(1/4)"""
-    # One buffer for the whole chain: |w r| = |w| r to the bit, and it stays in cache.
+    # One buffer for the whole chain stays in cache; |w r| equals |w| r to the bit.
     return (exp_avg_sq + eps).sqrt_().sqrt_().mul_(weight).abs_()
 
 
 def correction(beta: float, step: Any) -> Any:
-    """1 / (1 - beta^step), what undoes Adam's start from zero. A factor, not a divisor: torch divides by one number
-    on CPUs, but on GPUs it multiplies by the reciprocal, and the last bit would depend on the device."""
+    """Adam's bias correction 1 / (1 - beta^step), as a factor: torch divides by a scalar on CPUs but multiplies by its
+    reciprocal on GPUs, so with a divisor the last bit would depend on the device."""
     return 1 / (1 - beta**step)
 
 
@@ -305,5 +310,5 @@ def wanda(weight: Tensor, input_norm: Tensor) -> Tensor:
 @score
 def random(index: Tensor, seed: int = 0) -> Tensor:
     """A hash of the weight's position in the model: uniform in [0, 1), the same on every device and world size"""
-    offset = (0x9E3779B97F4A7C * (seed + 1) + 2**63) % 2**64 - 2**63  # torch takes no number past an int64
+    offset = (0x9E3779B97F4A7C * (seed + 1) + 2**63) % 2**64 - 2**63  # torch accepts no number beyond int64
     return (mixed(index + offset) >> 8).to(torch.float32) * 2.0**-24

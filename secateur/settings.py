@@ -1,7 +1,8 @@
-"""Settings of a job: a frozen dataclass filled from TOML or the command line, every key and value checked."""
+"""Settings of a job: a frozen dataclass filled from TOML or the command line, with every key and value checked."""
 
 from __future__ import annotations
 
+import os
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
@@ -14,10 +15,10 @@ from secateur.errors import SecateurError, nearest
 Kind = TypeVar("Kind")
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file, or an error that says why not."""
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The tables of a TOML file, or an error that says why it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SecateurError(f"Cannot read {path}: {reason}.") from error
@@ -26,7 +27,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def from_mapping(kind: type[Kind], found: Mapping[str, Any], source: str) -> Kind:
-    """An instance with these values, or an error that names the key, and the nearest known one."""
+    """An instance with these values, or an error that names the key and the closest known one."""
     hints = get_type_hints(kind)
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     values = {}
@@ -35,18 +36,18 @@ def from_mapping(kind: type[Kind], found: Mapping[str, Any], source: str) -> Kin
             raise SecateurError(f"{source} has no setting {key!r}.{nearest(key, known)} Known: {', '.join(known)}.")
         value: Any = tuple(given) if isinstance(given, list) else given
         if not _fits(value, hints[key]):
-            raise SecateurError(f"{source}: {key} = {value!r} is not what it takes, which is {_words(hints[key])}.")
+            raise SecateurError(f"{source}: {key} = {value!r} must be {_words(hints[key])}.")
         values[key] = float(value) if hints[key] is float else value
     return kind(**values)
 
 
 def parse(assignments: Iterable[str]) -> dict[str, Any]:
-    """What "key=value" words mean: numbers, booleans and lists as in TOML, all else as text; "none" is None."""
+    """Values of "key=value" words: numbers, booleans and lists as in TOML, "none" as None, anything else as text."""
     found: dict[str, Any] = {}
     for word in assignments:
         key, equals, text = word.partition("=")
         if not equals or not key:
-            raise SecateurError(f"--set takes key=value, such as lr=3e-4; got {word!r}.")
+            raise SecateurError(f"--set needs key=value, such as lr=3e-4; got {word!r}.")
         try:
             found[key] = None if text == "none" else tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:

@@ -28,7 +28,7 @@ def seeded() -> None:
 
 
 class Block(nn.Module):
-    """A little network with every kind of tensor the sites tell apart."""
+    """A small network with every kind of tensor that the rules for prunable tensors tell apart."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

@@ -138,7 +138,8 @@ SENSIBLE: dict[str, Sequence[Any]] = {
     "batch": (1, 8), "context": (16,), "optimizer": OPTIMIZERS, "lr": (1e-3, 0, 1), "warmup": (0, 4),
     "score": ("variance", "magnitude", "movement", "random"), "sparsity": (0.5, 0.9, 0.0), "schedule": SCHEDULES,
     "begin": (0.0, 0.1), "end": (0.5, 0.7, 1.0), "every": (1, 4), "scope": SCOPES, "pattern": ("2:4", "block:2x2"),
-    "allocation": allocation.ALLOCATIONS, "regrow": ("gradient", "random"), "until": (0.75, 1.0), "skip": (["a*"], []),
+    "allocation": tuple(allocation.ALLOCATIONS), "regrow": ("gradient", "random"), "until": (0.75, 1.0),
+    "skip": (["a*"], []),
     "precision": PRECISIONS, "spam": ("paper", "seeds"), "rounds": (1, 5), "reconstruct": (True, False, "every"),
     "method": ("sparsegpt",), "only": (["*"],), "budget": ("normal", "extended"),
 }  # fmt: skip

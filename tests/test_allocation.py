@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -9,16 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from secateur.errors import PatternError, ScoreError
-from secateur.selection import Target, allocation, choose
-from secateur.selection.allocation import ALLOCATIONS, spread
+from secateur.selection import Target, check_choice, choose
+from secateur.selection.allocation import ALLOCATIONS, Layers, Rule, rule_named, spread, uniform
 from secateur.selection.exact import ALONE, ScoredTensor
 from secateur.selection.tiles import Layout
 
 
 def target(scores: Tensor, alive: Tensor | None = None) -> Target:
-    flat = None if alive is None else alive.view(-1)
-    piece = ScoredTensor("w", scores.numel(), scores.numel(), lambda where: scores.view(-1)[where], scores.device, flat)
-    return Target(piece, tuple(scores.shape), tuple(scores.shape), Layout())
+    flat, size = None if alive is None else alive.view(-1), scores.numel()
+    scored = ScoredTensor("w", size, size, lambda where: scores.view(-1)[where], scores.device, flat)
+    return Target(scored, tuple(scores.shape), tuple(scores.shape), Layout())
 
 
 LAYERS = [(40, 30), (64, 64), (10, 100), (128, 16)]
@@ -121,9 +123,45 @@ def test_spread_is_exact_inside_its_bounds(parts: list[tuple[float, int, int]], 
     assert all(low <= count <= high for low, count, high in zip(lower, counts, upper, strict=True))
 
 
-def test_an_unknown_allocation_is_refused() -> None:
-    with pytest.raises(PatternError, match="No allocation 'evenly'"):
-        allocation.allocate("evenly", [], [], [], 0.5, ALONE)
+@pytest.mark.parametrize("name", ["evenly", ["uniform"]])
+def test_an_unknown_allocation_is_refused(name: Any) -> None:
+    with pytest.raises(PatternError, match="No allocation .* Use one of 'uniform', 'erk'"):
+        rule_named(name)
+    with pytest.raises(PatternError, match="No allocation"):
+        check_choice(0.5, "model", None, name)
+
+
+def meets_the_contract(rule: Rule, sparsity: float) -> bool:
+    """One whole count for each layer, none below what is gone or above what there is, and the budget in all."""
+    scores = [torch.rand(shape) * scale for shape, scale in zip(LAYERS, (1, 3, 0.2, 1), strict=True)]
+    alive = [torch.rand(shape) > share for shape, share in zip(LAYERS, (0.0, 0.3, 0.6, 0.1), strict=True)]
+    dead = [int((~one).sum()) for one in alive]
+    targets = [target(s, a) for s, a in zip(scores, alive, strict=True)]
+    fans = [one.fan for one in targets]
+    layers = Layers([one.piece for one in targets], fans, dead, sparsity, ALONE)
+    counts = rule(layers)
+    bounded = all(low <= count <= high for low, count, high in zip(dead, counts, layers.sizes, strict=True))
+    return bounded and all(type(count) is int for count in counts) and sum(counts) == layers.budget
+
+
+@pytest.mark.parametrize("rule", [pytest.param(rule, id=name) for name, rule in ALLOCATIONS.items()])
+@pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.5, 0.9, 0.999])
+def test_every_rule_of_the_table_meets_one_contract(rule: Rule, sparsity: float) -> None:
+    assert meets_the_contract(rule, sparsity)
+
+
+@pytest.mark.parametrize("name", ALLOCATIONS)
+def test_one_layer_takes_the_whole_budget(name: str) -> None:
+    assert gone(name, 0.5, [torch.rand(8, 8)]) == [32]
+
+
+def test_the_contract_finds_a_rule_that_is_off_by_one() -> None:
+    def off_by_one(layers: Layers) -> list[int]:
+        first, *others = uniform(layers)
+        return [first + 1, *others]
+
+    assert not meets_the_contract(off_by_one, 0.9)
+    assert ALLOCATIONS.keys() == {"uniform", "erk", "depth", "owl", "lamp"}
 
 
 def test_lamp_calls_nan_by_its_name() -> None:

@@ -12,7 +12,7 @@ import torch
 import secateur as sc
 from secateur.errors import ShardError
 from tests.many_worker import METHODS, batches, network, outcome
-from tests.test_shards import launch
+from tests.test_distributed import launch
 
 pytest.importorskip("transformers", reason="one of the models is a Llama of transformers, which is not installed")
 

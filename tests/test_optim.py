@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import secateur as sc
 from secateur.errors import StateError
@@ -192,7 +193,7 @@ def test_a_state_saved_before_spam_had_these_settings_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    "spam", ["paper", "seeds", sc.optim.Spam(theta=1.0, every=4, warmup=2, spike=2.0, quiet=1)], ids=str
+    "spam", ["paper", "adamwprune", sc.optim.Spam(theta=1.0, every=4, warmup=2, spike=2.0, quiet=1)], ids=str
 )
 def test_a_run_with_spam_resumes_to_the_bit(spam: Any) -> None:
     through, model = Block(), Block()
@@ -275,6 +276,70 @@ def test_two_pruners_share_an_optimizer() -> None:
     optimizer.set_masks({})  # behind the pruners' backs: they mask from outside again
     train(model, optimizer, 2, after)
     assert int((model.up.weight == 0).sum()) == 512
+
+
+class Stranger(torch.optim.SGD):
+    """An optimizer of somebody else that implements MaskedOptimizer without anything of Secateur's."""
+
+    cold = False
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.applied: dict[Tensor, Tensor] = {}
+        self.regrows = False
+
+    def holds(self, masks: Mapping[Tensor, Tensor]) -> bool:
+        return all(self.applied.get(parameter) is mask for parameter, mask in masks.items())
+
+    def set_masks(self, masks: Mapping[Tensor, Tensor], *, others: bool = False, regrows: bool = False) -> None:
+        self.applied = {**(self.applied if others else {}), **masks}
+        self.regrows = regrows
+
+    def delay(self, steps: int) -> int:
+        return 3 if steps == 6 else 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter, mask in self.applied.items():
+            parameter.detach().mul_(mask)
+        return loss
+
+
+def test_any_optimizer_with_the_protocol_applies_masks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Block()
+    optimizer = Stranger(model.parameters(), lr=0.1)
+    assert isinstance(optimizer, sc.optim.MaskedOptimizer)
+    assert isinstance(sc.optim.AdamW(model.parameters()), sc.optim.MaskedOptimizer)
+    assert not isinstance(torch.optim.AdamW(model.parameters()), sc.optim.MaskedOptimizer)
+    pruner = sc.Pruner(model, optimizer, score="magnitude", every=2, regrow="random", until=3)
+    assert optimizer.regrows
+    applied, real = [], pruner.apply
+    monkeypatch.setattr(pruner, "apply", lambda: applied.append(pruner.report().step) or real())
+    train(model, optimizer, 8, pruner.step)
+    assert max(applied) == 2  # at the update itself; afterwards the optimizer's own step keeps the zeros
+    assert all(torch.equal(optimizer.applied[model.get_parameter(name)], mask) for name, mask in pruner.masks.items())
+    assert int((model.up.weight == 0).sum()) + int((model.down.weight == 0).sum()) == 1024
+
+
+def test_updates_wait_for_an_optimizer_whose_moments_are_cold(caplog: pytest.LogCaptureFixture) -> None:
+    class Cold(Stranger):
+        def step(self, closure: Any = None) -> Any:
+            loss = super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["exp_avg_sq"] = torch.ones_like(parameter)
+            return loss
+
+    model = Block()
+    optimizer = Cold(model.parameters(), lr=0.1)
+    optimizer.cold = True
+    pruner = sc.Pruner(model, optimizer, score="variance", sparsity=sc.linear(0.5, begin=0, end=6), every=2)
+    assert "the last update waits until step 9" in caplog.text
+    train(model, optimizer, 3, pruner.step)
+    assert pruner.sparsity == 0
+    optimizer.cold = False
+    train(model, optimizer, 1, pruner.step)
+    assert pruner.sparsity > 0
 
 
 def test_copies_keep_masks_and_spam() -> None:

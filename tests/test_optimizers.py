@@ -58,8 +58,15 @@ def test_wrappers_of_wrappers_are_looked_into(block: Block) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda m: None, "got a NoneType"),
-        (lambda m: "adam", "got a str"),
+        (lambda m: None, "got None. Pass the optimizer whose step"),
+        (lambda m: "adam", "got the text 'adam'. Build the optimizer first"),
+        (lambda m: torch.optim.AdamW, r"got the class AdamW. Pass an instance: AdamW\(model.parameters"),
+        (
+            lambda m: torch.optim.lr_scheduler.CosineAnnealingLR(torch.optim.AdamW(m.parameters()), 10),
+            "got the learning-rate scheduler CosineAnnealingLR. Pass its optimizer",
+        ),
+        (lambda m: [torch.optim.AdamW(m.parameters()), None], "got None"),
+        (lambda m: m.parameters(), "got a generator. Pass the optimizer whose step"),
         (lambda m: m, "got a Block"),
         (lambda m: list(m.parameters()), "got a Parameter"),
         (lambda m: Wrapper("adam"), "got a Wrapper around a str"),
@@ -117,15 +124,15 @@ def test_muon_and_adamw_share_one_budget(attached: bool) -> None:
     assert zeros_of(pruner, model) == round(0.5 * total)
     shares = {row.sparsity for row in pruner.report().tensors}
     assert len(shares) > 1  # one budget, not one for each
-    for optimizer, site in ((optimizers[0], model.first), (optimizers[1], model.conv)):
-        mask = next(m for n, m in pruner.masks.items() if model.get_parameter(n) is site.weight)
-        shaped = [t for t in optimizer.state[site.weight].values() if isinstance(t, Tensor) and t.ndim]
+    for optimizer, layer in ((optimizers[0], model.first), (optimizers[1], model.conv)):
+        mask = next(m for n, m in pruner.masks.items() if model.get_parameter(n) is layer.weight)
+        shaped = [t for t in optimizer.state[layer.weight].values() if isinstance(t, Tensor) and t.ndim]
         assert shaped
         assert all(bool((t[~mask] == 0).all()) for t in shaped)
 
 
 def test_each_site_is_read_from_its_own_optimizer() -> None:
-    """SGD's momentum and Adam's first moment have other names, so a score of moments works for sites of one kind."""
+    """SGD's momentum and Adam's first moment have other names, so a score of moments works for tensors of one kind."""
     model = Two()
     first = torch.optim.AdamW([model.first.weight], betas=(0.5, 0.9))
     second = torch.optim.Adam([model.second.weight], betas=(0.8, 0.99))
@@ -138,7 +145,7 @@ def test_each_site_is_read_from_its_own_optimizer() -> None:
     assert torch.equal(both, one)
 
 
-def test_sites_without_the_state_a_score_needs_are_named() -> None:
+def test_tensors_without_the_state_a_score_needs_are_named() -> None:
     model, optimizers, pruner = two(score="variance")
     step(model, optimizers, 1)
     said = r"exp_avg_sq; Muon keeps momentum_buffer for 'first.weight', 'second.weight'. Scores that work.* magnitude"
@@ -370,7 +377,7 @@ def test_state_that_can_be_neither_read_nor_zeroed_is_refused() -> None:
     keep = lambda state, p: state.setdefault("exp_avg_sq", Opaque(torch.zeros(24, 16, dtype=torch.uint8)))  # noqa: E731
     _, optimizer, pruner = coded(keep, score="magnitude")
     optimizer.step()
-    with pytest.raises(FactError, match=r"Coded keeps 'exp_avg_sq' of 'weight' as a Opaque, which can neither be read"):
+    with pytest.raises(FactError, match=r"Coded keeps 'exp_avg_sq' of 'weight' as a Opaque, which has no dequantize"):
         pruner.step()
     _, other, resumed = coded(keep, score="magnitude")
     _, plain, saved = coded(lambda state, p: None, score="magnitude")
@@ -378,7 +385,7 @@ def test_state_that_can_be_neither_read_nor_zeroed_is_refused() -> None:
     saved.step()
     resumed.load_state_dict(saved.state_dict())
     other.step()
-    with pytest.raises(FactError, match="can neither be read"):
+    with pytest.raises(FactError, match="so it can neither be read"):
         resumed.step()
 
 

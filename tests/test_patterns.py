@@ -23,10 +23,10 @@ from tests import oracle
 
 
 def target(scores: Tensor, layout: Layout, alive: Tensor | None = None) -> Target:
-    piece = ScoredTensor(
+    scored = ScoredTensor(
         "w", scores.numel(), scores.numel(), lambda where: flat_part(scores, where), scores.device, alive
     )
-    return Target(piece, tuple(scores.shape), tuple(scores.shape), layout)
+    return Target(scored, tuple(scores.shape), tuple(scores.shape), layout)
 
 
 @settings(max_examples=300)
@@ -163,10 +163,18 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         sc.select({"v": torch.ones(8)}, None, pattern="2:4")
     with pytest.raises(PatternError, match="Only an n:m pattern"):
         sc.select(scores, None)
-    with pytest.raises(PatternError, match="No scope 'global'"):
-        sc.select(scores, 0.5, scope="global")
+    for scope in ("tensor", ["model"]):
+        with pytest.raises(PatternError, match=r"No scope .* Use one of .*'row' \('global' is 'model'\)"):
+            sc.select(scores, 0.5, scope=scope)  # type: ignore[arg-type]
     with pytest.raises(PatternError, match=r"alive\['layer.weight'\] has shape"):
         sc.select(scores, 0.5, alive={"layer.weight": torch.ones(3, 3)})
+
+
+def test_global_is_another_name_for_model() -> None:
+    scores = {"a": torch.rand(8, 8), "b": 3 * torch.rand(8, 4)}
+    for options in ({}, {"pattern": "block:2x2"}):
+        wide, named = (sc.select(scores, 0.4, scope=scope, **options) for scope in ("global", "model"))
+        assert all(torch.equal(wide[name], named[name]) for name in scores)
 
 
 def scratch(function: Callable[[], object], masks_bytes: int) -> int:
@@ -207,7 +215,7 @@ def test_alive_may_be_a_view_but_not_of_something_else() -> None:
     assert int(sc.select(scores, 0.5, alive={"a": torch.tensor(True).expand(4, 4)})["a"].sum()) == 8
     turned = torch.arange(16).view(4, 4).t() > 7
     assert int(sc.select(scores, 0.5, alive={"a": turned})["a"].sum()) == 8
-    with pytest.raises(PatternError, match="alive names 'b', which scores do not have"):
+    with pytest.raises(PatternError, match="alive has 'b', which scores does not"):
         sc.select(scores, 0.5, alive={"b": turned})
 
 
@@ -287,3 +295,20 @@ def test_rows_in_memory_and_rows_across_it_are_ranked_together(monkeypatch: pyte
         masks.append({name: mask.clone() for name, mask in pruner.masks.items()})
     assert torch.equal(masks[0]["a.weight"], masks[0]["b.weight"].t())
     assert all(torch.equal(mask, masks[1][name]) for name, mask in masks[0].items())
+
+
+@pytest.mark.parametrize("call", [sc.prune, sc.probe])
+def test_global_is_scope_model_after_training_too(call: Callable[..., sc.Report]) -> None:
+    found = []
+    for scope in ("global", "model"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+        batches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(2)]
+        report = call(model, batches, score="magnitude", scope=scope, loss=squared_error)
+        assert report.scope == "model"
+        found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*found)
+
+
+def squared_error(model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])

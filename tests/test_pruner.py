@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import weakref
 from typing import Any
 
@@ -245,11 +246,11 @@ def test_n_of_m_may_be_reached_by_a_ramp(block: Block) -> None:
 
 @pytest.mark.parametrize("every", [0, -3, 2.5, True])
 def test_every_must_be_a_positive_number_of_steps(every: Any, block: Block) -> None:
-    with pytest.raises(ScheduleError, match="every is a number of optimizer steps, at least 1"):
+    with pytest.raises(ScheduleError, match="every must be a number of optimizer steps, at least 1"):
         sc.Pruner(block, torch.optim.AdamW(block.parameters()), every=every)
 
 
-def test_a_schedule_of_ones_own_is_checked_when_it_speaks(block: Block) -> None:
+def test_a_schedule_of_ones_own_is_checked_at_every_update(block: Block) -> None:
     optimizer = torch.optim.AdamW(block.parameters())
     pruner = sc.Pruner(block, optimizer, sparsity=lambda step: step / 2, every=1)
     train(block, optimizer, 1, pruner.step)
@@ -370,7 +371,7 @@ def test_a_resume_without_the_pruners_state_is_told(block: Block) -> None:
         again.load_state_dict(copy.deepcopy(saved["optimizer"]))
         if knows:
             resumed.load_state_dict(saved["pruner"])
-            train(fresh, again, 1, resumed.step)  # in peace
+            train(fresh, again, 1, resumed.step)  # without a warning
         else:
             with pytest.warns(UserWarning, match=r"80% of the prunable weights are exactly zero.*grow back") as told:
                 train(fresh, again, 3, resumed.step)
@@ -471,7 +472,7 @@ def test_integer_state_of_the_weights_shape_is_not_touched() -> None:
     layer.weight.grad = torch.ones(4, 4)
     optimizer.step()
     optimizer.state[layer.weight]["codes"] = torch.full((4, 4), 127, dtype=torch.uint8)
-    with pytest.warns(UserWarning, match="SGD keeps 'codes' as torch.uint8 codes of a kind Secateur does not know"):
+    with pytest.warns(UserWarning, match="SGD keeps 'codes' as torch.uint8 codes in a format Secateur does not know"):
         pruner.step()
     assert bool((optimizer.state[layer.weight]["codes"] == 127).all())
     pruned = ~pruner.masks["weight"]
@@ -499,7 +500,7 @@ def test_plain_sgd_is_told_that_it_keeps_nothing(block: Block) -> None:
 
 def test_a_pruner_cannot_be_copied(block: Block) -> None:
     pruner = sc.Pruner(block, torch.optim.AdamW(block.parameters()))
-    with pytest.raises(StateError, match="listens to its optimizer"):
+    with pytest.raises(StateError, match="has hooks on its optimizer, so it cannot be copied"):
         copy.deepcopy(pruner)
 
 
@@ -537,7 +538,7 @@ def test_a_score_by_place_reads_places_in_the_whole_model(block: Block) -> None:
 
 
 def test_kernels_are_told_the_formula(block: Block) -> None:
-    """A piece names its score and its facts, so that a kernel can evaluate them itself."""
+    """Each carries its score and its facts, so that a kernel can evaluate them itself."""
     optimizer = torch.optim.AdamW(block.parameters())
     pruner = sc.Pruner(block, optimizer, score="magnitude", sparsity=0.5)
     for piece in pruner.pieces():
@@ -575,3 +576,44 @@ def test_our_optimizer_keeps_zeros_between_steps_of_the_pruner(block: Block) -> 
     train(block, optimizer, 3)
     pruner.step()  # no warning: masks were applied in every step
     assert pruner.sparsity == 0.5
+
+
+def test_a_pruner_prints_itself_in_one_line(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    schedule = sc.linear(0.5, begin=0, end=4)
+    pruner = sc.Pruner(block, optimizer, score="variance(q=0.375)", sparsity=schedule, every=1)
+    train(block, optimizer, 2, pruner.step)
+    assert repr(pruner) == (
+        "Pruner(score='variance(q=0.375)', sparsity=0.2500 -> linear(0.5, begin=0, end=4), step=2, tensors=2,"
+        " weights=2,048)"
+    )
+
+
+def test_updates_are_logged_and_surprises_warned_about(block: Block, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="secateur")
+    optimizer = torch.optim.AdamW(block.up.parameters())
+    pruner = sc.Pruner(block, optimizer, every=2)
+    assert [(r.name, r.levelname) for r in caplog.records] == [("secateur", "WARNING")]
+    assert caplog.messages[0] == "1 prunable tensors are not in the optimizer and stay dense: 'down.weight'."
+    caplog.clear()
+    train(block, optimizer, 4, pruner.step)
+    updates = [record for record in caplog.records if record.levelname == "INFO"]
+    assert len(updates) == len(caplog.records) == len(pruner.updates) == 1  # at step 4 nothing more is asked for
+    assert updates[0].getMessage().startswith("Step 2: sparsity 0.5000, 512 of 1024 weights pruned, 512 mask entries")
+    caplog.clear()
+    other = sc.Pruner(block, optimizer, scope="layer", every=2)
+    other.load_state_dict(pruner.state_dict(), strict=False)
+    assert caplog.messages[-1] == "Loaded masks of a Pruner with another scope; they change from the next update on."
+
+
+def test_scope_global_is_scope_model(block: Block) -> None:
+    found = []
+    for scope in ("global", "model"):
+        torch.manual_seed(0)
+        model = copy.deepcopy(block)
+        optimizer = torch.optim.AdamW(model.parameters())
+        pruner = sc.Pruner(model, optimizer, score="bitter4", scope=scope, every=2)  # with an allocation of its own
+        train(model, optimizer, 2, pruner.step)
+        assert (pruner.scope, pruner.allocation, pruner.report().scope) == ("model", "depth", "model")
+        found.append(torch.cat([mask.flatten() for mask in pruner.masks.values()]))
+    assert torch.equal(*found)

@@ -19,7 +19,7 @@ from secateur.selection.masks import from_bits, inverted, to_bits
 from tests import kernel_cases as cases
 from tests.conftest import Block, train
 from tests.oracle import remove_lowest
-from tests.test_shards import agree, launch
+from tests.test_distributed import agree, launch
 
 Masks = dict[str, Tensor]
 
@@ -300,13 +300,13 @@ def test_a_tensor_the_loss_did_not_reach_has_gradient_zero() -> None:
         ({"regrow": "gradients"}, "No regrowth 'gradients'. Use one of 'gradient', 'random', or None."),
         ({"regrow": "random"}, r"The schedule constant\(0.5\) has no end.* pass until="),
         ({"regrow": "random", "sparsity": lambda step: 0.5}, "has no end, so regrowth needs one"),
-        ({"regrow": "random", "until": 0}, "until is a number of optimizer steps, at least 1; got 0"),
-        ({"regrow": "random", "until": 2.5}, "until is a number of optimizer steps, at least 1; got 2.5"),
+        ({"regrow": "random", "until": 0}, "until must be a number of optimizer steps, at least 1; got 0"),
+        ({"regrow": "random", "until": 2.5}, "until must be a number of optimizer steps, at least 1; got 2.5"),
         ({"regrow": "random", "until": 9, "drop": 0}, r"in \(0, 1\); got 0"),
         ({"regrow": "random", "until": 9, "drop": 30}, r"in \(0, 1\); got 30"),
         ({"regrow": "random", "until": 9, "pattern": "2:4"}, "would break the pattern '2:4'. Pass pattern=None"),
         ({"regrow": "random", "until": 9, "pattern": "block:4x4"}, "would break the pattern 'block:4x4'"),
-        ({"until": 9}, "until=9 says how long weights come back, but none do. Pass regrow="),
+        ({"until": 9}, "until=9 is the last step of regrowth, but regrow is None. Pass regrow="),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str, block: Block) -> None:

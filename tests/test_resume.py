@@ -14,7 +14,7 @@ from torch import Tensor
 
 import secateur as sc
 from secateur.errors import ScheduleError, StateError
-from secateur.model.held import rounding
+from secateur.model.held import SETTINGS, encoded, rounding, settings_in
 from secateur.model.prunable import find_prunable
 from secateur.selection.tiles import parse_pattern
 from tests.conftest import Block, train
@@ -155,6 +155,19 @@ def test_the_same_settings_in_other_words_are_taken(block: Block) -> None:
     assert b" at 0x" not in bytes(lambdas["settings"].tolist())
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [("global", "model"), ("model", "global")])
+def test_scope_global_and_model_are_the_same_setting(theirs: str, ours: str, block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    saved = sc.Pruner(block, optimizer, scope=theirs, every=1)
+    train(block, optimizer, 1, saved.step)
+    state = saved.state_dict()
+    state[SETTINGS] = encoded({**settings_in(state), "scope": theirs})  # as another program may have written it
+    loaded = sc.Pruner(block, optimizer, scope=ours, every=1)
+    loaded.load_state_dict(state)
+    assert loaded.scope == saved.scope == "model"
+    assert loaded.sparsity == 0.5
+
+
 def test_settings_have_one_size_however_long(block: Block) -> None:
     """torch.distributed.checkpoint loads into tensors of the shape that was saved."""
 
@@ -234,13 +247,13 @@ NONSENSE: dict[str, tuple[Any, str]] = {
     "negative": ({"steps": torch.tensor([-1, -1, -1])}, r"saved steps are \[-1, -1, -1\]"),
     "seen-late": ({"steps": torch.tensor([2, 3, 2])}, r"saved steps are \[2, 3, 2\]"),
     "settled-late": ({"steps": torch.tensor([3, 2, 3])}, r"saved steps are \[3, 2, 3\]"),
-    "nan": ({"asked": torch.tensor(torch.nan).double()}, "sparsity asked for is nan"),
-    "one": ({"asked": torch.tensor(1.0).double()}, "sparsity asked for is 1.0"),
-    "below": ({"asked": torch.tensor(-0.1).double()}, "sparsity asked for is -0.1"),
+    "nan": ({"asked": torch.tensor(torch.nan).double()}, "saved sparsity is nan"),
+    "one": ({"asked": torch.tensor(1.0).double()}, "saved sparsity is 1.0"),
+    "below": ({"asked": torch.tensor(-0.1).double()}, "saved sparsity is -0.1"),
     "more": ({"asked": torch.tensor(0.9).double()}, "remove 1024 of 2048 weights at an asked sparsity of 0.9"),
     "less": ({"asked": torch.tensor(0.1).double()}, "remove 1024 of 2048 weights at an asked sparsity of 0.1"),
     "unbegun": ({"steps": torch.tensor([0, 0, 0])}, "0.5 after 0 steps"),
-    "masks": ({"mask.up.weight": torch.full((64, 2), 255, dtype=torch.uint8)}, "which is a contradiction"),
+    "masks": ({"mask.up.weight": torch.full((64, 2), 255, dtype=torch.uint8)}, "contradict each other"),
     "text": ({"settings": torch.full((4096,), 7, dtype=torch.uint8)}, "settings cannot be read"),
     "list": ({"settings": torch.tensor([*b"[1]", *bytes(4093)], dtype=torch.uint8)}, "not an object"),
     "size": ({"settings": torch.zeros(9, dtype=torch.uint8)}, "settings cannot be read"),
@@ -268,13 +281,13 @@ def test_one_bit_of_a_mask_is_missed(block: Block) -> None:
     state = saved_by(block)
     state["mask.up.weight"] = state["mask.up.weight"].clone()
     state["mask.up.weight"][3, 1] ^= 4
-    with pytest.raises(StateError, match="with 1024 noted, which is a contradiction"):
+    with pytest.raises(StateError, match="with a saved count of 1024. These contradict each other"):
         fresh().load_state_dict(state)
 
 
 def test_what_is_no_state_is_refused() -> None:
     for wrong in (None, [1], 3):
-        with pytest.raises(StateError, match=r"takes what a Pruner's state_dict\(\) returned; got a"):
+        with pytest.raises(StateError, match=r"needs what a Pruner's state_dict\(\) returned; got a"):
             fresh().load_state_dict(wrong)  # type: ignore[arg-type]
 
 
@@ -303,9 +316,9 @@ def test_tensors_without_values_are_refused(name: str, strict: bool, block: Bloc
 def test_how_far_masks_may_be_off_by_rounding(
     scope: str | None, pattern: str | None, most: float, block: Block
 ) -> None:
-    sites, _ = find_prunable(block)
-    assert [tuple(site.parameter.shape) for site in sites] == [(64, 16), (16, 64)]
-    assert rounding(sites, scope, parse_pattern(pattern)) == most
+    prunables, _ = find_prunable(block)
+    assert [tuple(prunable.parameter.shape) for prunable in prunables] == [(64, 16), (16, 64)]
+    assert rounding(prunables, scope, parse_pattern(pattern)) == most
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,17 @@ def test_percent_is_not_a_fraction(make: Callable[[float], Any]) -> None:
         make(1)
 
 
-def test_they_say_what_they_are() -> None:
-    assert str(sc.cubic(0.5, begin=0, end=9)) == "cubic(0.5, begin=0, end=9)"
-    assert str(sc.late_cubic(0.5, begin=1, end=9)) == "late_cubic(0.5, begin=1, end=9)"
-    assert str(sc.constant(0.5)) == "constant(0.5)"
+@pytest.mark.parametrize(
+    "text",
+    [
+        "constant(0.5)", "linear(0.25, begin=3, end=4)", "cubic(0.8, begin=100, end=1000)",
+        "late_cubic(0.5, begin=1, end=9)",
+    ],
+)  # fmt: skip
+def test_they_print_as_a_user_would_type_them(text: str) -> None:
+    schedule = eval(f"sc.{text}")
+    assert repr(schedule) == str(schedule) == text
+    assert eval(f"sc.{schedule!r}") == schedule
 
 
 def test_numbers_of_torch_and_numpy_are_numbers() -> None:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur import scores as registry
 from secateur.errors import FactError, ScoreError
-from secateur.scores import power, resolve
+from secateur.scores import _REGISTERED, Score, power, resolve
 
 STATED = {  # name -> facts it declares, as documented
     "bitter0": {"weight", "exp_avg", "exp_avg_sq"},
@@ -213,15 +212,15 @@ def test_options_in_the_name() -> None:
 
 
 @pytest.fixture
-def table() -> Iterator[dict[str, registry.Score]]:
+def table() -> Iterator[dict[str, Score]]:
     """The score table, put back as it was."""
-    before = dict(registry._REGISTERED)
-    yield registry._REGISTERED
-    registry._REGISTERED.clear()
-    registry._REGISTERED.update(before)
+    before = dict(_REGISTERED)
+    yield _REGISTERED
+    _REGISTERED.clear()
+    _REGISTERED.update(before)
 
 
-def test_a_new_score_is_six_lines(table: dict[str, registry.Score], block: nn.Module) -> None:
+def test_a_new_score_is_six_lines(table: dict[str, Score], block: nn.Module) -> None:
     @sc.score
     def adam_fisher(weight: Tensor, exp_avg_sq: Tensor) -> Tensor:
         """w^2 v: diagonal Fisher from Adam's second moment."""
@@ -249,7 +248,7 @@ def test_before_the_first_step_the_message_says_so(block: nn.Module) -> None:
         pruner.pieces()
 
 
-def test_scores_that_break_the_contract_are_refused(table: dict[str, registry.Score]) -> None:
+def test_scores_that_break_the_contract_are_refused(table: dict[str, Score]) -> None:
     def whole_tensor(weight: Tensor) -> Tensor:
         return weight / weight.sum()
 

@@ -16,7 +16,6 @@ from torch import Tensor
 import secateur as sc
 from secateur.errors import PatternError, ScheduleError, ScoreError
 from secateur.selection import exact
-from secateur.selection import exact as pieces
 from secateur.selection.exact import (
     ALONE,
     HIGHEST_KEY,
@@ -74,7 +73,7 @@ def test_any_chunking_and_any_bracket_give_the_same_mask(
     scores, alive = case
     bracket = (low, min(HIGHEST_KEY, low + 0x1000000))
     with (
-        mock.patch.object(pieces, "CHUNK", chunk),
+        mock.patch.object(exact, "CHUNK", chunk),
         mock.patch.object(exact, "COLLECTED", room),
         mock.patch.object(exact, "_bracket", return_value=bracket),
     ):
@@ -216,7 +215,7 @@ def test_counts_past_two_to_the_31() -> None:
 
 
 def test_quotas_past_two_to_the_31() -> None:
-    """Ties are dealt out with int64 counts: three pieces that claim 2^31 equal scores each."""
+    """Ties are counted in int64: three tensors that claim 2^31 equal scores each."""
     device = torch.device("cpu")
     claims = [ScoredTensor(name, 0, 2**31, lambda where: torch.empty(0), device) for name in "abc"]
     assert exact._quotas(claims, [2**31] * 3, 2**32 + 5, ALONE) == [2**31, 2**31, 5]
@@ -226,8 +225,8 @@ def test_positions_past_two_to_the_31() -> None:
     """The last chunk of an expanded tensor past 2^31 is read where it is."""
     tall = torch.arange(1024.0).expand(2**21 + 2, 1024)
     where = slice(2**31 + 1000, 2**31 + 1030)
-    assert torch.equal(pieces.flat_part(tall, where), (torch.arange(1000, 1030) % 1024).float())
-    assert torch.equal(pieces.flat_part(tall, torch.tensor([2**31 + 5])), torch.tensor([5.0]))
+    assert torch.equal(exact.flat_part(tall, where), (torch.arange(1000, 1030) % 1024).float())
+    assert torch.equal(exact.flat_part(tall, torch.tensor([2**31 + 5])), torch.tensor([5.0]))
 
 
 def test_sampled_cut_is_close_but_not_exact() -> None:
@@ -241,10 +240,10 @@ def test_sampled_cut_is_close_but_not_exact() -> None:
         assert gone != total // 2
 
 
-def test_a_replicated_piece_is_counted_by_the_first_process_alone() -> None:
-    piece = ScoredTensor("a", 1, 1, lambda where: torch.ones(1), torch.device("cpu"), replicated=True)
+def test_a_replicated_tensor_is_counted_by_the_first_process_alone() -> None:
+    scored = ScoredTensor("a", 1, 1, lambda where: torch.ones(1), torch.device("cpu"), replicated=True)
     peers: list[Any] = [SimpleNamespace(rank=rank) for rank in range(3)]
-    assert [piece.counted(one) for one in peers] == [True, False, False]
+    assert [scored.counted(one) for one in peers] == [True, False, False]
     sharded = ScoredTensor("a", 1, 1, lambda where: torch.ones(1), torch.device("cpu"))
     assert all(sharded.counted(one) for one in peers)
 
@@ -257,7 +256,7 @@ def test_an_empty_alive_mask_of_numpys_is_taken() -> None:
     assert masks["b"].tolist() == [False, False, True, True]
 
 
-def test_a_piece_with_bits_for_a_mask_becomes_one_with_bools() -> None:
+def test_a_tensor_with_bits_for_a_mask_becomes_one_with_bools() -> None:
     alive = torch.rand(45) > 0.5
     packed = ScoredTensor("a", 45, 45, lambda where: torch.arange(45.0)[where], torch.device("cpu"), to_bits(alive))
     plain = packed.unpacked()

@@ -31,12 +31,12 @@ def test_values_of_every_kind() -> None:
     ("given", "said"),
     [
         ({"round": 3}, "x.toml has no setting 'round'. Did you mean 'rounds'? Known: rounds, rate"),
-        ({"rounds": "3"}, "x.toml: rounds = '3' is not what it takes, which is a whole number"),
-        ({"rounds": True}, "is not what it takes, which is a whole number"),
-        ({"rate": "fast"}, "which is a number"),
-        ({"skip": [1]}, "which is a list, each text"),
-        ({"name": 3}, "which is text or none"),
-        ({"repaired": 3}, "which is true or false or text"),
+        ({"rounds": "3"}, "x.toml: rounds = '3' must be a whole number"),
+        ({"rounds": True}, "must be a whole number"),
+        ({"rate": "fast"}, "must be a number"),
+        ({"skip": [1]}, "must be a list, each text"),
+        ({"name": 3}, "must be text or none"),
+        ({"repaired": 3}, "must be true or false or text"),
     ],
 )
 def test_what_does_not_fit(given: dict[str, Any], said: str) -> None:
@@ -50,7 +50,7 @@ def test_words_of_the_command_line() -> None:
     assert parse(words) == {
         "lr": 3e-4, "score": "bitter7", "compile": True, "skip": ["a", "b"], "name": None, "data": "tokens:a=b"
     }  # fmt: skip
-    with pytest.raises(SecateurError, match="--set takes key=value"):
+    with pytest.raises(SecateurError, match="--set needs key=value"):
         parse(["lr"])
 
 

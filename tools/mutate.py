@@ -1,6 +1,6 @@
 """Mutation testing: change the code one small step at a time and see whether the nearest tests notice.
 
-    python tools/mutate.py [--modules selection,masks] [--sample 25] [--seed 0] [--jobs 2] [--out benchmarks/results]
+    python tools/mutate.py [--modules selection/exact] [--sample 25] [--seed 0] [--jobs 2] [--out benchmarks/results]
 
 Each mutant is one change in one module: a comparison, an arithmetic operator, a constant, `and` for `or`, a removed
 statement, a negated condition, `min` for `max`, a lost return value. It is run in a copy of the tree against those
@@ -32,29 +32,27 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("secateur", "tests", "recipes", "pyproject.toml", "README.md")
 NEAREST = {
-    "selection": ("selection", "patterns", "allocation"),
-    "pieces": ("selection", "patterns", "masks"),
-    "ranking": ("patterns", "selection"),
-    "tiles": ("patterns", "selection"),
-    "patterns": ("patterns", "selection", "allocation"),
-    "allocation": ("allocation",),
-    "masks": ("masks", "pruner", "pruning"),
-    "bits": ("masks", "patterns", "regrowth"),
-    "pruner": ("pruner", "resume", "regrowth", "api", "optimizers", "optim"),
-    "saving": ("resume", "pruner"),
-    "clock": ("pruner", "resume"),
-    "facts": ("pruner", "scores", "resume", "optim", "optimizers", "pruning"),
-    "regrowth": ("regrowth",),
-    "reconstruction": ("reconstruction", "pruning"),
-    "probing": ("probing",),
-    "veto": ("probing",),
-    "levels": ("probing",),
-    "sites": ("sites", "odd_models"),
+    "selection/__init__": ("patterns", "selection", "allocation"),
+    "selection/exact": ("selection", "patterns", "masks"),
+    "selection/tiles": ("patterns", "selection"),
+    "selection/allocation": ("allocation",),
+    "selection/masks": ("masks", "patterns", "regrowth", "pruner"),
+    "model/facts": ("pruner", "scores", "resume", "optim", "optimizers", "pruning"),
+    "model/held": ("resume", "pruner", "masks"),
+    "model/hooks": ("pruner", "optimizers"),
+    "model/kinds": ("prunable", "odd_models"),
+    "model/prunable": ("prunable", "odd_models"),
+    "oneshot/probe": ("probing",),
+    "oneshot/reconstruct": ("reconstruction", "pruning"),
+    "oneshot/veto": ("probing",),
     "optim": ("optim", "spam"),
-    "schedules": ("schedules", "regrowth"),
+    "pruner": ("pruner", "resume", "regrowth", "api", "optimizers", "optim"),
+    "regrowth": ("regrowth",),
+    "schedules": ("schedules", "regrowth", "pruner"),
+    "scores": ("scores", "default_dtype"),
 }
-ISSUED = ("selection", "pieces", "masks", "bits", "pruner", "saving", "facts", "regrowth", "reconstruction", "probing",
-          "veto", "levels")  # fmt: skip
+ISSUED = ("selection/__init__", "selection/exact", "selection/masks", "model/facts", "model/held", "oneshot/probe",
+          "oneshot/reconstruct", "oneshot/veto", "pruner", "regrowth")  # fmt: skip
 SLOW = 6.0  # seconds; tests that take longer are left out where quicker ones call the function too
 EXAMPLES = 400  # of a property test at most, so that one mutant takes seconds
 COMPARISONS = {"Lt": "<=", "LtE": "<", "Gt": ">=", "GtE": ">", "Eq": "!=", "NotEq": "==", "Is": "is not",
@@ -482,9 +480,9 @@ def sampled(module: str, source: bytes, options: argparse.Namespace) -> list[Mut
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modules", default=",".join(ISSUED), help="names in secateur/, or all of those known here")
+    parser.add_argument("--modules", default=",".join(ISSUED), help="paths in secateur/ without .py, or all")
     parser.add_argument("--sample", type=int, default=8, help="mutants of each module; 0: all (8)")
-    parser.add_argument("--lines", help="all mutants of these lines alone, such as masks:27,bits:51")
+    parser.add_argument("--lines", help="all mutants of these lines alone, such as selection/masks:27,pruner:51")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=60, help="seconds for one mutant (60)")

@@ -1,6 +1,6 @@
-"""Many processes: the shard of a tensor that is here, where it begins, and sums over those who hold the rest.
+"""Several processes: local shards of tensors, sums over ranks, batches shared between ranks, models made whole.
 
-The only module that knows torch.distributed. Alone, the shard is the tensor and the sum is the identity.
+The only module that imports torch.distributed. With one process a shard is the whole tensor and a sum changes nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,123 @@ from torch import Tensor, nn
 
 from secateur.errors import ShardError
 from secateur.selection.exact import ALONE, Peers
+from secateur.selection.masks import INTEGERS
+
+BUCKET = 25 << 20  # bytes of small tensors that are sent together
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+Announced = tuple[int, torch.dtype, tuple[int, ...]]  # the number, type and shape of a tensor that will be sent
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How dim 0 of a tensor is split: rows of every rank (`sizes`), and this rank."""
+
+    sizes: tuple[int, ...]
+    rank: int
+
+    @property
+    def first_row(self) -> int:
+        return sum(self.sizes[: self.rank])
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this tensor is a DTensor sharded over several processes."""
+    return isinstance(tensor, _dtensor_type()) and _shard_axis(tensor) is not None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor, sharing its memory; any other tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, _dtensor_type()) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor on every process that holds a shard; all of them must call it."""
+    return tensor.full_tensor() if isinstance(tensor, _dtensor_type()) else tensor
+
+
+def like(part: Tensor, tensor: Tensor) -> Tensor:
+    """A local part as a DTensor with the mesh and placements of `tensor`, or unchanged if that is no DTensor.
+
+    The part may have other trailing dimensions; dim 0 is split as the tensor's is.
+    """
+    if not isinstance(tensor, _dtensor_type()):
+        return part
+    shape = torch.Size((tensor.shape[0], *part.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return _dtensor_type().from_local(
+        part,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=shape,
+        stride=stride,
+    )
+
+
+def part_of(saved: Tensor, tensor: Tensor) -> Tensor:
+    """This process's rows of a saved tensor, which may be whole or sharded differently."""
+    if isinstance(saved, _dtensor_type()):
+        if saved.placements == getattr(tensor, "placements", None):
+            return local(saved)
+        saved = whole(saved)
+    rows = placement(tensor)
+    return saved[rows.first_row : rows.first_row + rows.sizes[rows.rank]]
+
+
+def placement(tensor: Tensor) -> Placement:
+    """How dim 0 is split: DTensor gives each rank ceil(rows / ranks) rows until none are left."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    if not is_sharded(tensor):
+        return Placement((rows,), 0)
+    sharded: Any = tensor
+    axis = _shard_axis(sharded)
+    ranks = sharded.device_mesh.size(axis)
+    each = -(-rows // ranks)
+    sizes = tuple(max(0, min(each, rows - rank * each)) for rank in range(ranks))
+    return Placement(sizes, sharded.device_mesh.get_local_rank(axis))
+
+
+def _shard_axis(tensor: Any) -> int | None:
+    """The mesh axis a DTensor is sharded over, or None when it is only replicated."""
+    found = None
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate() or tensor.device_mesh.size(axis) == 1:
+            continue
+        if not (type(placement).__name__ == "Shard" and placement.dim == 0) or found is not None:
+            raise ShardError(
+                f"A parameter of shape {tuple(tensor.shape)} is placed as {tensor.placements}. Selection supports"
+                " tensors sharded along dim 0 over one mesh axis, as fully_shard does, with or without replicas."
+            )
+        found = axis
+    return found
+
+
+def _dtensor_type() -> Any:
+    # Importing DTensor takes a third of a second. If no module has imported it, no tensor can be one.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module.DTensor if module is not None else ()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside DistributedDataParallel and torch.compile, whose wrappers prefix every name."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ShardError(
+            "FullyShardedDataParallel flattens weights into vectors. Shard with torch's fully_shard (FSDP2) instead."
+        )
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
 
 
 class ShardGroup(Peers):
-    """Peers that sum over a process group; with no group, one process on its own."""
+    """Peers that sum over a process group; without a group, a single process."""
 
     def __init__(self, group: Any = None, device: str = "cpu") -> None:
         self._group, self._device = group, device
@@ -47,39 +160,70 @@ class ShardGroup(Peers):
         return self.sum(torch.tensor(counts, dtype=torch.int64, device="cpu")).tolist()
 
 
-BUCKET = 25 << 20  # bytes of small tensors that are sent at once
-DTYPES = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
-Announced = tuple[int, torch.dtype, tuple[int, ...]]  # the number, type and shape of a tensor that will be sent
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def peers_of(tensors: Iterable[Tensor]) -> Peers:
+    """The processes that hold the other shards. Replicas are not included: equal inputs give them equal masks."""
+    groups: dict[int, Any] = {}
+    for tensor in tensors:
+        if is_sharded(tensor):
+            mesh, axis = tensor.device_mesh, _shard_axis(tensor)  # type: ignore[attr-defined]
+            groups[id(mesh.get_group(axis))] = (mesh.get_group(axis), mesh.device_type)
+    if not groups:
+        return ALONE
+    if len(groups) > 1:
+        raise ShardError(
+            f"The prunable tensors are sharded over {len(groups)} different process groups, so one selection cannot"
+            " sum over them. Make one Pruner per group, with only=... naming its tensors."
+        )
+    return ShardGroup(*next(iter(groups.values())))
+
+
+def check_tile(name: str, tensor: Tensor, height: int, meant: str) -> None:
+    """Refuse tiles that cross a shard boundary. Every rank sees the same sizes, so all of them raise."""
+    sizes = placement(tensor).sizes
+    if len(sizes) > 1 and any(size % height for size in sizes):
+        raise ShardError(
+            f"{meant} compares weights of {name!r} that lie on different ranks (rows per rank: {sizes}, needed"
+            f" together: {height}). Use another scope or pattern, another number of ranks, or skip={name!r}."
+        )
+
+
+def check_replicas(model: nn.Module, checksum: Callable[[], int]) -> None:
+    """Under DistributedDataParallel, raise unless every rank has the same masks; each sends eight bytes."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return
+    peers = ShardGroup(model.process_group, next(model.parameters()).device.type)
+    mine = checksum()
+    if len(set(peers.totals([mine if rank == peers.rank else 0 for rank in range(peers.size)]))) > 1:
+        raise ShardError(
+            "Ranks of DistributedDataParallel have different masks, so their weights or optimizer states differ. Load"
+            " the same checkpoint on every rank, and let only DDP change gradients."
+        )
 
 
 class Ranks(ShardGroup):
     """The processes that share the batches of one call. Rank r of W takes batches r, r + W, r + 2 W and so on, so that
     turn t has batches t W to t W + W - 1 in the order of ranks.
 
-    Every exchange begins with a status of each rank. A rank that fails reports it to the others where they next expect
-    a status, so that all of them raise and none waits for ever.
+    Every exchange begins with a status of each rank. A rank that fails sends that status instead, so that all ranks
+    raise and none waits forever.
     """
 
     def __init__(self, group: Any = None) -> None:
         config = "cpu" if group is None else str(dist.get_backend_config(group))
         self._kinds = [part.partition(":")[0] for part in config.split(",")]
         super().__init__(group, "cpu" if "cpu" in self._kinds else self._kinds[0])
-        self._done = self._inside = False  # whether a failure is known to all, and whether a collective is under way
+        self._done = self._inside = False  # a failure is known to all ranks; a collective is running
 
     def mine(self, count: int) -> range:
-        """The numbers of this rank's batches, of so many in all."""
+        """The numbers of this rank's batches, out of `count`."""
         return range(self.rank, count, self.size)
 
     def turns(self, count: int) -> int:
-        """How many batches the first rank has, which has most."""
+        """How many batches the first rank has, which is the most of any."""
         return len(range(0, count, self.size))
 
     def tell(self, what: str, values: Sequence[int] = ()) -> list[list[int]]:
-        """These numbers of every rank, in the order of ranks."""
+        """Gather integers from every rank, in the order of ranks; `what` must be the same on all of them."""
         if self.size == 1:
             return [list(values)]
         heads = self._gather([0, zlib.crc32(what.encode()), len(values)])
@@ -89,7 +233,7 @@ class Ranks(ShardGroup):
         return [row[:length] for row, (_, _, length) in zip(rows, heads, strict=True)]
 
     def floats(self, what: str, values: Sequence[float]) -> list[list[float]]:
-        """The same for floating-point numbers, to the bit."""
+        """The same for floating-point numbers, exact to the bit."""
         bits = torch.tensor(values, dtype=torch.float64, device="cpu").view(torch.int64).tolist()
         rows = self.tell(what, bits)
         return [torch.tensor(row, dtype=torch.int64, device="cpu").view(torch.float64).tolist() for row in rows]
@@ -99,11 +243,11 @@ class Ranks(ShardGroup):
         return self.floats("value", [value])[0][0]
 
     def every(self, what: str, value: bool) -> bool:
-        """Whether it holds on every rank."""
+        """Whether the value is True on every rank."""
         return all(row[0] for row in self.tell(what, [value]))
 
     def same(self, what: str, values: Sequence[int], advice: str) -> None:
-        """Raise on every rank if these numbers are not the same on all of them."""
+        """Raise on every rank if these numbers differ between ranks."""
         rows = self.tell(what, values)
         others = [rank for rank, row in enumerate(rows) if row != rows[0]]
         if others:
@@ -113,8 +257,8 @@ class Ranks(ShardGroup):
     def share(
         self, what: str, mine: Sequence[tuple[int, Tensor]], take: Callable[[int, Tensor], None], device: torch.device
     ) -> None:
-        """Give every rank's numbered tensors to `take` on every rank, on this device: those of rank 0 in their order,
-        then those of rank 1, and so on. They keep their type; small ones travel together."""
+        """Broadcast every rank's numbered tensors and pass each to `take(number, tensor)` on every rank, in the order
+        of ranks. They keep their dtype; small ones are sent together."""
         if self.size == 1:
             for number, tensor in mine:
                 take(number, tensor)
@@ -131,7 +275,7 @@ class Ranks(ShardGroup):
                     try:
                         if problem is None:
                             take(number, part.to(device))
-                    except Exception as error:  # the others are told at the next status; until then they need this rank
+                    except Exception as error:  # reported with the next status; until then the collectives must go on
                         problem = error
         if problem is not None:
             raise problem
@@ -152,7 +296,7 @@ class Ranks(ShardGroup):
         return (part.view(shape) for part, (_, _, shape) in zip(flat.split(sizes), bundle, strict=True))
 
     def fail(self, error: BaseException) -> None:
-        """Report to the others that this rank has failed, unless all of them know or the network is what failed."""
+        """Report to the other ranks that this one has failed, unless they know or a collective itself failed."""
         if self.size == 1 or self._done or self._inside:
             return
         self._done = True
@@ -170,13 +314,13 @@ class Ranks(ShardGroup):
             raise ShardError(f"Ranks do different things: this one is at {what!r}, others are not. Use equal settings.")
 
     def _texts(self, heads: list[list[int]], mine: list[int]) -> list[list[int]]:
-        """The messages of those who failed."""
+        """The error messages of the ranks that failed."""
         most = max(length for status, _, length in heads if status)
         rows = self._gather([*mine, *[0] * (most - len(mine))])
         return [row[: length if status else 0] for row, (status, _, length) in zip(rows, heads, strict=True)]
 
     def _gather(self, values: Sequence[int]) -> list[list[int]]:
-        """As many numbers from every rank."""
+        """Gather the same count of integers from every rank."""
         sent = torch.tensor(values, dtype=torch.int64, device=self._device)
         rows = [torch.empty_like(sent) for _ in range(self.size)]
         with self._collective():
@@ -186,198 +330,23 @@ class Ranks(ShardGroup):
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        self._inside = True  # and so it stays if this raises: nobody can be reached then
+        self._inside = True  # stays True if the collective raises: then no rank can be reached
         yield
         self._inside = False
 
 
-SOLO = Ranks()  # one process has all batches
-
-
-def _bundles(row: Sequence[int]) -> Iterator[list[Announced]]:
-    """What a rank has announced, neighbours of one type put together up to a bucket."""
-    bundle: list[Announced] = []
-    size = begin = 0
-    while begin < len(row):
-        number, kind, ndim = row[begin : begin + 3]
-        shape = tuple(row[begin + 3 : begin + 3 + ndim])
-        dtype, begin = DTYPES[kind], begin + 3 + ndim
-        if bundle and (bundle[0][1] != dtype or size + prod(shape) * dtype.itemsize > BUCKET):
-            yield bundle
-            bundle, size = [], 0
-        bundle.append((number, dtype, shape))
-        size += prod(shape) * dtype.itemsize
-    if bundle:
-        yield bundle
-
-
-def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """A number that differs, in all likelihood, when tensors do: sums of their bits, and their shapes."""
-    total = 0
-    for tensor in tensors:
-        bits = tensor.detach().reshape(-1).view(WORDS.get(tensor.element_size(), torch.uint8))
-        total = hash((total, int(bits.sum(dtype=torch.int64)), *tensor.shape))
-    return total
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a tensor's local part sits: `sizes` of every rank's part along dim 0, and this rank's place among them."""
-
-    sizes: tuple[int, ...]
-    rank: int
-
-    @property
-    def first_row(self) -> int:
-        return sum(self.sizes[: self.rank])
-
-
-def _dtensor_type() -> Any:
-    # Importing DTensor takes a third of a second; if nobody has, no tensor can be one.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module.DTensor if module is not None else ()
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether this tensor is a DTensor with a part on each of several processes."""
-    return isinstance(tensor, _dtensor_type()) and _shard_axis(tensor) is not None
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of the tensor this process holds, sharing its memory; the tensor itself when it is not distributed."""
-    return tensor.to_local() if isinstance(tensor, _dtensor_type()) else tensor
-
-
-def _shard_axis(tensor: Any) -> int | None:
-    """The mesh axis a DTensor is sharded over, or None when it is only replicated."""
-    found = None
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_replicate() or tensor.device_mesh.size(axis) == 1:
-            continue
-        if not (type(placement).__name__ == "Shard" and placement.dim == 0) or found is not None:
-            raise ShardError(
-                f"A parameter of shape {tuple(tensor.shape)} is placed as {tensor.placements}. Selection serves"
-                " tensors sharded along dim 0 over one mesh axis (what fully_shard does, with or without replicas)."
-            )
-        found = axis
-    return found
-
-
-def placement(tensor: Tensor) -> Placement:
-    """How dim 0 is dealt out: DTensor gives each rank ceil(rows / ranks) of them until none are left."""
-    rows = tensor.shape[0] if tensor.ndim else 1
-    if not is_sharded(tensor):
-        return Placement((rows,), 0)
-    sharded: Any = tensor
-    axis = _shard_axis(sharded)
-    ranks = sharded.device_mesh.size(axis)
-    each = -(-rows // ranks)
-    sizes = tuple(max(0, min(each, rows - rank * each)) for rank in range(ranks))
-    return Placement(sizes, sharded.device_mesh.get_local_rank(axis))
-
-
-def peers_of(tensors: Iterable[Tensor]) -> Peers:
-    """Those who hold the other shards. Replicas need no word: equal input gives them equal masks."""
-    groups: dict[int, Any] = {}
-    for tensor in tensors:
-        if is_sharded(tensor):
-            mesh, axis = tensor.device_mesh, _shard_axis(tensor)  # type: ignore[attr-defined]
-            groups[id(mesh.get_group(axis))] = (mesh.get_group(axis), mesh.device_type)
-    if not groups:
-        return ALONE
-    if len(groups) > 1:
-        raise ShardError(
-            f"The prunable tensors are sharded over {len(groups)} different process groups, so one selection cannot"
-            " sum over them. Make one Pruner per group, with only=... naming its tensors."
-        )
-    return ShardGroup(*next(iter(groups.values())))
-
-
-def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """A local part dressed as `tensor` is: a DTensor of the same mesh and placements, or just itself.
-
-    The part may have other trailing dimensions; dim 0 is dealt out as the tensor's is.
-    """
-    if not isinstance(tensor, _dtensor_type()):
-        return part
-    shape = torch.Size((tensor.shape[0], *part.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return _dtensor_type().from_local(
-        part,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=shape,
-        stride=stride,
-    )
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every process that holds a part of it: they must ask together."""
-    return tensor.full_tensor() if isinstance(tensor, _dtensor_type()) else tensor
-
-
-def part_of(saved: Tensor, tensor: Tensor) -> Tensor:
-    """This process's rows of a saved tensor, which may be whole or sharded in its own way."""
-    if isinstance(saved, _dtensor_type()):
-        if saved.placements == getattr(tensor, "placements", None):
-            return local(saved)
-        saved = whole(saved)
-    rows = placement(tensor)
-    return saved[rows.first_row : rows.first_row + rows.sizes[rows.rank]]
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel and torch.compile, whose wrappers prefix every name."""
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise ShardError(
-            "FullyShardedDataParallel flattens weights away. Shard with torch's fully_shard (FSDP2) instead."
-        )
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
-
-
-def check_tile(name: str, tensor: Tensor, height: int, meant: str) -> None:
-    """Refuse tiles that a shard boundary cuts through. Every rank sees the same sizes, so all of them raise."""
-    sizes = placement(tensor).sizes
-    if len(sizes) > 1 and any(size % height for size in sizes):
-        raise ShardError(
-            f"{meant} compares weights of {name!r} that lie on different ranks (rows per rank: {sizes}, needed"
-            f" together: {height}). Use another scope or pattern, another number of ranks, or skip={name!r}."
-        )
-
-
-def check_replicas(model: nn.Module, checksum: Callable[[], int]) -> None:
-    """Under DistributedDataParallel, make sure that every rank came to the same masks: eight bytes from each."""
-    if not isinstance(model, nn.parallel.DistributedDataParallel):
-        return
-    peers = ShardGroup(model.process_group, next(model.parameters()).device.type)
-    mine = checksum()
-    if len(set(peers.totals([mine if rank == peers.rank else 0 for rank in range(peers.size)]))) > 1:
-        raise ShardError(
-            "Ranks of DistributedDataParallel came to different masks, so their weights or optimizer states differ."
-            " Load the same checkpoint on every rank, and let only DDP change gradients."
-        )
-
-
-def _fsdp_type() -> Any:
-    # As with DTensor: if nobody has imported it, no module can be one.
-    module = sys.modules.get("torch.distributed.fsdp")
-    return getattr(module, "FSDPModule", ()) if module is not None else ()
+SOLO = Ranks()  # a single process, which has all batches
 
 
 def ranks_of(model: nn.Module, distributed: bool | None) -> Ranks:
-    """Who shares the batches of a call: the processes of DistributedDataParallel or fully_shard; with `distributed`,
-    those of the default group; without either, or with False, this process alone."""
+    """The ranks that share the batches of a call: those of DistributedDataParallel or fully_shard; with
+    `distributed=True` those of the default group; otherwise this process alone."""
     meshes = {id(p.device_mesh): p for p in unwrap(model).parameters() if isinstance(p, _dtensor_type())}
     if distributed is False:
         if any(map(is_sharded, meshes.values())):
-            raise ShardError("distributed=False is for whole models; the weights of this one are on several processes.")
+            raise ShardError(
+                "distributed=False is for whole models; this one is sharded. Leave it out, or gather the weights."
+            )
         return SOLO
     if meshes:
         groups = {id(group): group for group in map(_group_of, meshes.values())}
@@ -395,24 +364,50 @@ def ranks_of(model: nn.Module, distributed: bool | None) -> Ranks:
 
 @contextmanager
 def told_to_all(model: nn.Module, distributed: bool | None) -> Iterator[None]:
-    """An error inside is told to the processes that share the batches, which would wait for this one."""
+    """Report an error inside to the ranks that share the batches, which would otherwise wait for this one."""
     try:
         yield
     except BaseException as error:
-        with suppress(Exception):  # where they cannot be found or reached, the error itself matters more
+        with suppress(Exception):  # if they cannot be found or reached, the original error matters more
             ranks_of(model, distributed).fail(error)
         raise
 
 
+def fingerprint(tensors: Iterable[Tensor]) -> int:
+    """A number that almost surely differs when tensors do: a hash of shapes and sums of bits."""
+    total = 0
+    for tensor in tensors:
+        bits = tensor.detach().reshape(-1).view(INTEGERS.get(tensor.element_size(), torch.uint8))
+        total = hash((total, int(bits.sum(dtype=torch.int64)), *tensor.shape))
+    return total
+
+
+def _bundles(row: Sequence[int]) -> Iterator[list[Announced]]:
+    """A rank's announced tensors, with neighbours of the same dtype grouped up to the size of a bucket."""
+    bundle: list[Announced] = []
+    size = begin = 0
+    while begin < len(row):
+        number, kind, ndim = row[begin : begin + 3]
+        shape = tuple(row[begin + 3 : begin + 3 + ndim])
+        dtype, begin = DTYPES[kind], begin + 3 + ndim
+        if bundle and (bundle[0][1] != dtype or size + prod(shape) * dtype.itemsize > BUCKET):
+            yield bundle
+            bundle, size = [], 0
+        bundle.append((number, dtype, shape))
+        size += prod(shape) * dtype.itemsize
+    if bundle:
+        yield bundle
+
+
 def _replicas(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
-    """DistributedDataParallel, if the model is in it, compiled or not."""
+    """The DistributedDataParallel around the model, compiled or not, or None."""
     while isinstance(getattr(model, "_orig_mod", None), nn.Module):
         model = model._orig_mod  # type: ignore[assignment]
     return model if isinstance(model, nn.parallel.DistributedDataParallel) else None
 
 
 def _group_of(parameter: Any) -> Any:
-    """All processes if they hold the parameter together, otherwise those that hold its shards."""
+    """All processes if the parameter's mesh spans them, otherwise those that hold its shards."""
     mesh, axis = parameter.device_mesh, _shard_axis(parameter)
     if mesh.size() == dist.get_world_size():
         return dist.group.WORLD
@@ -420,10 +415,10 @@ def _group_of(parameter: Any) -> Any:
 
 
 class Gathered:
-    """The user's own module without what trains it on several processes. Under fully_shard it is made whole on every
-    rank: plain parameters in the types they are sharded in, modules of their own classes, none of FSDP's hooks. Under
-    DistributedDataParallel its parameters are others in the same memory, whose gradients DDP does not wait for. All
-    other models stay as they are."""
+    """The unwrapped model, whole on every rank, until `leave` undoes it.
+
+    Under fully_shard: full plain parameters, original module classes, no FSDP hooks. Under DistributedDataParallel: new
+    parameters in the same memory, so that DDP does not wait for their gradients. Other models are not changed."""
 
     def __init__(self, wrapped: nn.Module) -> None:
         model, self._replicas = unwrap(wrapped), _replicas(wrapped) is not None
@@ -458,7 +453,7 @@ class Gathered:
                 setattr(module, name, wholes[id(parameter)])
 
     def _strip(self, module: nn.Module) -> None:
-        """Take what fully_shard gave a module: a class, hooks of forward passes, and what it keeps about the module."""
+        """Remove what fully_shard added to a module: its class, forward hooks and state."""
         own = vars(module)
         aside = {name: own.pop(name) for name in list(own) if name.startswith("__composable_api")}
         hooks = {name: own[name] for name in ("_forward_pre_hooks", "_forward_hooks")}
@@ -468,7 +463,7 @@ class Gathered:
         module.__class__ = kinds[kinds.index(_fsdp_type()) + 1]
 
     def leave(self, keep: bool) -> None:
-        """Undo it. What has become of sharded weights is kept or not."""
+        """Undo it. With `keep`, copy changes of sharded weights back to their shards."""
         for module, name, home in self._homes:
             if keep and isinstance(home, _dtensor_type()):
                 local(home.detach()).copy_(part_of(getattr(module, name).detach(), home))
@@ -480,15 +475,15 @@ class Gathered:
 
 
 def reshard(model: nn.Module) -> None:
-    """Put modules of FSDP2 that have kept their whole parameters since a forward pass back to shards."""
+    """Reshard FSDP2 modules that still hold full parameters after a forward pass."""
     for module in model.modules():
         if isinstance(module, _fsdp_type()):
             module.reshard()
 
 
 def _gathered(parameter: Any) -> Tensor:
-    """All of a parameter, where its mesh computes, also if its shards are offloaded to the host."""
-    _shard_axis(parameter)  # refuses what cannot be written back
+    """The full parameter on its mesh's device, also if its shards are offloaded to the host."""
+    _shard_axis(parameter)  # raises for placements that cannot be written back
     near = local(parameter.detach()).to(parameter.device_mesh.device_type)
     return whole(like(near, parameter.detach())).clone()
 
@@ -496,3 +491,9 @@ def _gathered(parameter: Any) -> Tensor:
 def _without_fsdp(hooks: Any) -> Any:
     own = "torch.distributed.fsdp"
     return OrderedDict((k, hook) for k, hook in hooks.items() if not getattr(hook, "__module__", "").startswith(own))
+
+
+def _fsdp_type() -> Any:
+    # As with DTensor: if no module has imported it, no module can be one.
+    module = sys.modules.get("torch.distributed.fsdp")
+    return getattr(module, "FSDPModule", ()) if module is not None else ()

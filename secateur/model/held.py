@@ -1,4 +1,9 @@
-"""Masks held beside the weights of a model: as bits where kernels read them, as bools elsewhere."""
+"""The masks of a model, held beside its weights, and a Pruner's saved state: written, read and checked.
+
+Masks are held as bits where kernels read them and as bools elsewhere. A saved state is a flat dict of tensors: steps,
+asked sparsity, settings as JSON, and for each weight its mask packed row by row, its shape, a mark for every row, and
+the facts no optimizer keeps.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,15 +22,22 @@ from secateur.errors import StateError
 from secateur.model.distributed import like, local, part_of, placement
 from secateur.model.facts import KEPT_FACTS, Facts
 from secateur.model.prunable import Prunable
-from secateur.schedules import Clock
 from secateur.scores import mixed
+from secateur.selection import SYNONYMS
 from secateur.selection.exact import Peers
 from secateur.selection.masks import as_bool, pack, to_bits, unpack
 from secateur.selection.tiles import Pattern, tile_of
 
+ROWS = "rows."
+SETTINGS = "settings"
+SETTINGS_BYTES = 4096  # a fixed size, because torch.distributed.checkpoint loads into tensors of the saved shape
+LONGEST = 500  # bytes of JSON that one setting may take
+COMPARED = ("score", "scope", "pattern", "allocation", "schedule", "regrow")
+SPREAD = ("scope", "pattern", "allocation")  # settings that decide how many weights each tensor loses
+
 
 class Held:
-    """The masks of some weights as this process holds them, and how many weights each removes here."""
+    """The masks of this process's weights, and how many weights each removes (`dead`)."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.shapes = [weight.shape for weight in weights]
@@ -41,11 +54,11 @@ class Held:
         return sum(mask.nbytes for mask in self.masks)
 
     def bools(self, number: int) -> Tensor:
-        """A mask as bools in its weight's shape: the one that is held, or made from its bits."""
+        """A mask as bools in its weight's shape: the stored one, or a copy made from bits."""
         return as_bool(self.masks[number], self.shapes[number])
 
     def take(self, masks: Sequence[Tensor], kept: Sequence[int] | None = None) -> None:
-        """Hold these flat masks from now on. Bools are written where the old ones are, so views of them stay good."""
+        """Store these flat masks. Bools are copied into the old ones, so references to them stay valid."""
         if self.packed:
             self.masks = list(masks)
         else:
@@ -55,7 +68,7 @@ class Held:
         self.dead = [shape.numel() - count for shape, count in zip(self.shapes, counts, strict=True)]
 
     def returning(self, masks: Sequence[Tensor]) -> list[int]:
-        """How many weights that are gone would come back with each of these flat masks."""
+        """How many pruned weights each of these flat masks would bring back."""
         return kernels.population([mask & ~mine.view(-1) for mine, mask in zip(self.masks, masks, strict=True)])
 
 
@@ -65,7 +78,7 @@ def _all_kept(weight: Tensor, packed: bool) -> Tensor:
 
 
 class Masks(Mapping[str, Tensor]):
-    """Bool masks by name, each made from its bits when it is asked for."""
+    """Bool masks by name, each made from its bits on access."""
 
     def __init__(self, names: Sequence[str], held: Held) -> None:
         self._held = dict(zip(names, zip(held.masks, held.shapes, strict=True), strict=True))
@@ -80,79 +93,111 @@ class Masks(Mapping[str, Tensor]):
         return len(self._held)
 
 
-ROWS = "rows."
-SETTINGS = "settings"
-SETTINGS_BYTES = 4096  # a fixed size, because torch.distributed.checkpoint loads into tensors of the saved shape
-LONGEST = 500  # bytes of JSON one setting may take
-COMPARED = ("score", "scope", "pattern", "allocation", "schedule", "regrow")
-DEALT = ("scope", "pattern", "allocation")  # those that say how many weights of which tensor are gone
-
-
 def state_of(
-    settings: Mapping[str, Any], clock: Clock, asked: float, sites: Sequence[Prunable], held: Held, facts: Facts
+    settings: Mapping[str, Any], steps: list[int], asked: float, prunables: Sequence[Prunable], held: Held, facts: Facts
 ) -> dict[str, Tensor]:
-    """Settings, steps, masks packed to bits, and the facts no optimizer has; DTensors where parameters are."""
+    """The saved state of a Pruner. Entries of sharded parameters are DTensors with the same placements."""
     state = {
         SETTINGS: encoded(settings),
-        "steps": torch.tensor(clock.saved(), device="cpu"),
+        "steps": torch.tensor(steps, device="cpu"),
         "asked": torch.tensor(asked, dtype=torch.float64, device="cpu"),
     }
-    for number, site in enumerate(sites):
-        state[f"mask.{site.name}"] = like(pack(held.bools(number)), site.parameter)
-        state[f"{ROWS}{site.name}"] = like(_marks(site.parameter), site.parameter)
-        state[f"shape.{site.name}"] = torch.tensor(site.parameter.shape, device="cpu")
+    for number, prunable in enumerate(prunables):
+        state[f"mask.{prunable.name}"] = like(pack(held.bools(number)), prunable.parameter)
+        state[f"{ROWS}{prunable.name}"] = like(_marks(prunable.parameter), prunable.parameter)
+        state[f"shape.{prunable.name}"] = torch.tensor(prunable.parameter.shape, device="cpu")
         for fact, tensors in facts.kept.items():
-            own = tensors[site.name].clone(memory_format=torch.contiguous_format)
-            state[f"{fact}.{site.name}"] = like(own, site.parameter)
+            own = tensors[prunable.name].clone(memory_format=torch.contiguous_format)
+            state[f"{fact}.{prunable.name}"] = like(own, prunable.parameter)
     return state
 
 
 def _marks(tensor: Tensor) -> Tensor:
-    """A byte for every row of the tensor that is here, by its place in the whole: so rows of another process show."""
+    """A byte for every local row, hashed from its index in the whole tensor: rows of another process are detected."""
     rows = placement(tensor)
     here = torch.arange(rows.sizes[rows.rank], device=local(tensor).device) + rows.first_row
     return (mixed(here) & 0xFF).to(torch.uint8)
 
 
+@dataclass(frozen=True)
+class SavedState:
+    """Progress and settings of a saved Pruner, checked against this one."""
+
+    steps: list[int]
+    asked: float
+    settings: dict[str, Any] | None  # None for states from before settings were saved
+    changed: list[str]  # names of the settings in which the two differ
+
+    @property
+    def spread_changed(self) -> bool:
+        """Whether this Pruner's settings spread the zeros over tensors in another way than the saved masks."""
+        return any(name in SPREAD for name in self.changed)
+
+    @property
+    def carried(self) -> bool:
+        """Whether the masks come, directly or by an earlier load, from settings that spread zeros in another way."""
+        return self.spread_changed or bool(self.settings and self.settings.get("carried"))
+
+    @property
+    def noted(self) -> Any:
+        """The saved number of pruned weights; None if it was not saved at the same step as the masks."""
+        same_step = self.settings is not None and self.settings.get("taken") == self.steps[0]
+        return self.settings.get("gone") if self.settings is not None and same_step else None
+
+
+def read_saved(
+    state: Any, expected: Mapping[str, Tensor], mine: Mapping[str, Any], peers: Peers, strict: bool
+) -> SavedState:
+    """The progress and settings in a saved state, or an error if it does not fit what is `expected` here. Unless
+    `strict`, settings may differ from `mine`."""
+    check_mapping(state)
+    settings = settings_in(state)
+    if strict:
+        check_settings(settings, mine)
+    check_saved(expected, state, strict)
+    check_rows(state, peers)
+    steps, asked = check_progress(state)
+    return SavedState(steps, asked, settings, differing(settings, mine))
+
+
 def check_rows(state: Mapping[str, Tensor], peers: Peers) -> None:
-    """Refuse shards that are not this process's, on all processes: a pickled DTensor is that of whoever saved it."""
+    """Refuse, on all processes, shards of other processes: a pickled DTensor holds its saver's shard."""
     strange = [name for name, saved in state.items() if name.startswith(ROWS) and not _is_here(saved)]
     if any(peers.totals([len(strange)])):
         where = f" (here among others {strange[0].removeprefix(ROWS)!r})" if strange else ""
         raise StateError(
-            f"The saved masks are of rows that other processes hold{where}: they were saved on one process, with its"
-            " shards alone. Save with torch.distributed.checkpoint, or full_tensor() of every entry"
-            " (docs/distributed.md)."
+            f"The saved masks are of rows that other processes hold{where}: one process saved its own shards alone."
+            " Save with torch.distributed.checkpoint, or full_tensor() of every entry (docs/distributed.md)."
         )
 
 
 def _is_here(saved: Tensor) -> bool:
-    """Whether marks lie where they say. Nobody else is asked, who might not have been reached."""
+    """Whether the marks match this process's rows. No collective: other ranks may have failed before."""
     try:
         return torch.equal(local(saved).cpu(), _marks(saved).cpu())
-    except RuntimeError:  # sharded over processes that are not here
+    except RuntimeError:  # torch refuses a DTensor whose mesh lacks this process
         return False
 
 
-def masks_in(state: Mapping[str, Tensor], sites: Sequence[Prunable], held: Held) -> list[Tensor]:
-    """This process's part of the saved masks, flat and stored as those that are held."""
+def masks_in(state: Mapping[str, Tensor], prunables: Sequence[Prunable], held: Held) -> list[Tensor]:
+    """The local shards of the saved masks, flat, as bits or bools like the masks held."""
     masks = []
-    for site, shape, device in zip(sites, held.shapes, held.devices, strict=True):
-        mask = unpack(part_of(state[f"mask.{site.name}"], site.parameter).to(device), shape).view(-1)
+    for prunable, shape, device in zip(prunables, held.shapes, held.devices, strict=True):
+        mask = unpack(part_of(state[f"mask.{prunable.name}"], prunable.parameter).to(device), shape).view(-1)
         masks.append(to_bits(mask) if held.packed else mask)
     return masks
 
 
-def restore_facts(state: Mapping[str, Tensor], sites: Sequence[Prunable], facts: Facts) -> None:
-    """Copy the saved facts over those that are kept. One that was not saved stays as it is."""
+def restore_facts(state: Mapping[str, Tensor], prunables: Sequence[Prunable], facts: Facts) -> None:
+    """Copy the saved facts into those kept. Facts that were not saved keep their values."""
     for fact, tensors in facts.kept.items():
-        for site in sites:
-            if (saved := state.get(f"{fact}.{site.name}")) is not None:
-                tensors[site.name].copy_(part_of(saved, site.parameter))
+        for prunable in prunables:
+            if (saved := state.get(f"{fact}.{prunable.name}")) is not None:
+                tensors[prunable.name].copy_(part_of(saved, prunable.parameter))
 
 
 def encoded(settings: Mapping[str, Any]) -> Tensor:
-    """Settings as JSON in a uint8 tensor of fixed size, zeros behind it; a long one is cut and its hash put in."""
+    """Settings as JSON in a zero-padded uint8 tensor; long values are replaced by their beginning and a hash."""
     short = {name: _shortened(value) for name, value in settings.items()}
     text = json.dumps(short, sort_keys=True).encode()
     return torch.tensor(list(text.ljust(SETTINGS_BYTES, b"\0")), dtype=torch.uint8, device="cpu")
@@ -165,7 +210,7 @@ def _shortened(value: Any) -> Any:
 
 
 def settings_in(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """The settings a saved state was made with; None for one from before they were saved."""
+    """The settings of a saved state; None for states from before settings were saved."""
     if SETTINGS not in state:
         return None
     try:
@@ -174,77 +219,76 @@ def settings_in(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
         raise StateError(f"The saved settings cannot be read ({error}): the state is damaged.") from error
     if not isinstance(found, dict):
         raise StateError(f"The saved settings are {type(found).__name__}, not an object: the state is damaged.")
+    if isinstance(scope := found.get("scope"), str):
+        found["scope"] = SYNONYMS.get(scope, scope)
     return found
 
 
 def differing(saved: Mapping[str, Any] | None, mine: Mapping[str, Any]) -> list[str]:
-    """Names of the settings in which a saved Pruner differed."""
+    """Names of the settings in which a saved Pruner differs."""
     wanted = {name: _shortened(mine[name]) for name in COMPARED}
     return [name for name in COMPARED if saved is not None and name in saved and saved[name] != wanted[name]]
 
 
 def check_settings(saved: Mapping[str, Any] | None, mine: Mapping[str, Any]) -> None:
-    """Refuse the state of a Pruner that was asked for something else, naming both."""
+    """Refuse the state of a Pruner with other settings, and name both values."""
     if (names := differing(saved, mine)) and saved is not None:
         theirs, ours = (", ".join(f"{name} {one[name]!r}" for name in names) for one in (saved, mine))
         raise StateError(
-            f"The saved Pruner has {theirs}; this one has {ours}. Build the Pruner as it was saved, or keep its masks"
-            " and steps and go on with the new settings: load_state_dict(state, strict=False)."
+            f"The saved Pruner has {theirs}; this one has {ours}. Build the Pruner with the saved settings, or load its"
+            " masks and steps and continue with the new settings: load_state_dict(state, strict=False)."
         )
 
 
 def check_progress(state: Mapping[str, Tensor]) -> tuple[list[int], float]:
-    """The saved steps and asked sparsity, or an error if they are impossible."""
+    """The saved steps and asked sparsity, or an error if these are impossible."""
     steps, asked = local(state["steps"]).tolist(), float(local(state["asked"]))
     taken, seen, settled = steps
     if not 0 <= settled <= seen <= taken:
         raise StateError(
-            f"The saved steps are {steps} (taken, acted on, without an update owed), which must not rise nor be below"
-            " zero: the state is damaged."
+            f"The saved steps are {steps} (taken, acted on, last with current masks), which must not rise nor be"
+            " negative: the state is damaged."
         )
     if not 0 <= asked < 1 or (asked > 0 and taken == 0):
         raise StateError(
-            f"The saved sparsity asked for is {asked} after {taken} steps. It must be in [0, 1), and 0 before the"
-            " first: the state is damaged."
+            f"The saved sparsity is {asked} after {taken} steps. It must be in [0, 1), and 0 before the first step: the"
+            " state is damaged."
         )
     return steps, asked
 
 
-def noted_in(saved: Mapping[str, Any] | None, steps: Sequence[int]) -> Any:
-    """The number of pruned weights noted with the settings; None if they were not saved together with these steps, as
-    when a checkpoint without settings was loaded around those that were there."""
-    return saved.get("gone") if saved is not None and saved.get("taken") == steps[0] else None
-
-
 def check_count(gone: int, total: int, asked: float, off: float, noted: Any) -> None:
-    """Refuse masks that remove another number of weights than was noted, or than the asked sparsity can mean when
-    rounding makes a difference of `off` at most."""
+    """Refuse masks whose number of pruned weights is not the saved one (`noted`), or is further than `off`, the largest
+    rounding error, from the asked sparsity."""
     if abs(gone - asked * total) > off or noted not in (None, gone):
-        told = f"at an asked sparsity of {asked:g}" + (f", with {noted} noted" if noted is not None else "")
+        told = f"at an asked sparsity of {asked:g}" + (f", with a saved count of {noted}" if noted is not None else "")
         raise StateError(
-            f"The saved masks remove {gone} of {total} weights {told}, which is a contradiction: the state is damaged."
+            f"The saved masks remove {gone} of {total} weights {told}. These contradict each other: the state is"
+            " damaged."
         )
 
 
-def rounding(sites: Sequence[Prunable], scope: str | None, pattern: Pattern | None) -> float:
-    """How many weights a selection may be off the asked sparsity by, because pools and tiles are rounded one by one.
+def rounding(prunables: Sequence[Prunable], scope: str | None, pattern: Pattern | None) -> float:
+    """How many weights a selection may be off the asked sparsity, because counts of each pool or tile are rounded.
 
-    Without a scope, for a state that does not tell it, half of all: only what is grossly wrong is refused.
+    For a state that does not say its scope (None): half of all weights, so that only gross errors are refused.
     """
-    total = sum(site.parameter.numel() for site in sites)
+    total = sum(prunable.parameter.numel() for prunable in prunables)
     if scope is None:
         return total / 2
     if pattern is not None and pattern.kept is not None:
         return total / pattern.inputs + 1
-    tiles = (tile_of(site.name, site.parameter.shape, site.layout, None) for site in sites)
-    rows = sum(site.parameter.numel() // max(1, math.prod(tile)) for site, tile in zip(sites, tiles, strict=True))
-    pools = {"model": 1, "layer": len(sites)}.get(scope, rows)
+    rows = 0
+    for prunable in prunables:
+        tile = tile_of(prunable.name, prunable.parameter.shape, prunable.layout, None)
+        rows += prunable.parameter.numel() // max(1, math.prod(tile))
+    pools = {"model": 1, "layer": len(prunables)}.get(scope, rows)
     return pools * (1 if pattern is None else pattern.rows * pattern.inputs) + 1
 
 
 def check_saved(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], strict: bool = True) -> None:
-    """Refuse a saved state that differs from the expected one in names, kinds or shapes. Of one from before rows were
-    marked or settings saved, these are not expected. Unless `strict`, facts kept for another score may differ."""
+    """Refuse a saved state that differs from the expected one in names, types or shapes. Older states have no row marks
+    or settings, which is accepted. Unless `strict`, facts kept for another score may differ."""
     expected = dict(expected)
     for group in (ROWS, SETTINGS):
         if not any(name.startswith(group) for name in state):
@@ -255,7 +299,7 @@ def check_saved(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], str
     if missing or extra:
         raise StateError(
             f"The saved state is of another model or score: {len(missing)} entries missing ({', '.join(missing[:3])}),"
-            f" {len(extra)} not expected ({', '.join(extra[:3])})."
+            f" {len(extra)} not expected ({', '.join(extra[:3])}). Build the same model and Pruner that were saved."
         )
     for name, tensor in expected.items():
         if name in state:
@@ -275,10 +319,12 @@ def _check_entry(name: str, found: Any, tensor: Tensor) -> None:
 
 
 def check_mapping(state: Any) -> None:
-    """Refuse what is not a dict with names for keys."""
+    """Refuse anything but a dict with names for keys."""
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         what = f"a {type(state).__name__}" + (" with keys that are no names" if isinstance(state, Mapping) else "")
-        raise StateError(f"load_state_dict takes what a Pruner's state_dict() returned; got {what}.")
+        raise StateError(f"load_state_dict needs what a Pruner's state_dict() returned; got {what}.")
     for name, found in state.items():
         if isinstance(found, Tensor) and (found.is_meta or found.layout != torch.strided):
-            raise StateError(f"Saved {name!r} has no values to read ({found.device}, {found.layout}). Load it anew.")
+            raise StateError(
+                f"Saved {name!r} has no values to read ({found.device}, {found.layout}). Load the file again."
+            )

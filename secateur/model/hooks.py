@@ -1,4 +1,4 @@
-"""Hooks on optimizers: count the steps they really take, and warn when the loop around them cannot be right."""
+"""Hooks on optimizers: count the steps they really take, and warn when the training loop looks wrong."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from secateur.model.facts import Facts, was_skipped
 from secateur.model.held import Held
 from secateur.schedules import Clock
 
-CHECKED = 8  # calls of pruner.step() in which the order of the loop is looked at: it does not change later
-IN_A_ROW = 3  # times something must be seen before a warning: one may be a GradScaler's or an odd iteration's
-IDLE = 8  # steps of one optimizer of a list during which another may rest
-ZEROS = 0.1  # share of exact zeros from which weights are taken for pruned
+CHECKED = 8  # calls of pruner.step() that check the order of the loop, which does not change later
+IN_A_ROW = 3  # times before a warning: one may be a skipped step of a GradScaler or an odd iteration
+IDLE = 8  # steps of one optimizer before another of the list that has not stepped is reported
+ZEROS = 0.1  # share of exact zeros above which weights look pruned
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
-    """The torch optimizers meant by one or a list of them, out of the wrappers of Accelerate and others."""
+    """One torch optimizer or a list of them, taken out of wrappers such as Accelerate's."""
     several = isinstance(given, list | tuple)
     if several and not given:
-        raise OptimizerError("Pruner needs an optimizer; got an empty list.")
+        raise OptimizerError("Pruner needs an optimizer; got an empty list. Pass the one whose step() your loop calls.")
     found = [_unwrapped(one) for one in (given if several else [given])]
     owners: dict[int, int] = {}
     for number, optimizer in enumerate(found):
@@ -42,7 +42,9 @@ def optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
 
 
 def _unwrapped(given: Any) -> torch.optim.Optimizer:
-    """The optimizer in the `.optimizer` of a wrapper, as deep as it goes: it has the state, and calls its hooks."""
+    """The innermost `.optimizer` of a wrapper: the one that has the state and calls its hooks."""
+    if reason := _not_an_optimizer(given):
+        raise OptimizerError(f"Pruner needs a torch.optim.Optimizer, or a list of them; got {reason}")
     inner, seen = given, [given]
     while (deeper := getattr(inner, "optimizer", None)) is not None and not any(deeper is one for one in seen):
         inner = deeper
@@ -50,16 +52,29 @@ def _unwrapped(given: Any) -> torch.optim.Optimizer:
     if not isinstance(inner, torch.optim.Optimizer):
         what = f"a {type(given).__name__}" + (f" around a {type(inner).__name__}" if inner is not given else "")
         raise OptimizerError(
-            f"Pruner counts the steps and reads the state of a torch.optim.Optimizer (or a list of them, or a wrapper"
-            f" with one in .optimizer); got {what}."
+            "Pruner needs a torch.optim.Optimizer, a list of them, or a wrapper with one in .optimizer, to count its"
+            f" steps and read its state; got {what}. Pass the optimizer whose step() your loop calls."
         )
     return inner
 
 
-class Listener:
-    """Counts the steps of optimizers: a GradScaler may skip one without anybody being told.
+def _not_an_optimizer(given: Any) -> str | None:
+    """What was given instead of an optimizer, and what to do, for the mistakes that are easy to make."""
+    if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+        return f"the learning-rate scheduler {type(given).__name__}. Pass its optimizer: scheduler.optimizer."
+    if isinstance(given, type):
+        return f"the class {given.__name__}. Pass an instance: {given.__name__}(model.parameters(), lr=...)."
+    if isinstance(given, str):
+        return f"the text {given!r}. Build the optimizer first: torch.optim.AdamW(model.parameters(), lr=...)."
+    if given is None:
+        return "None. Pass the optimizer whose step() your loop calls; sc.prune works without one, after training."
+    return None
 
-    The hooks do not keep it alive, so a Pruner nobody holds any more is freed.
+
+class Listener:
+    """Counts real optimizer steps; a GradScaler may skip some without saying so.
+
+    The hooks reference it weakly, so that an unused Pruner is freed.
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], clock: Clock, facts: Facts, held: Held) -> None:
@@ -83,14 +98,14 @@ class Listener:
             if (listener := me()) is not None:
                 listener._after(number)
 
-        # Under a compiled optimizer.step() they stay out of the graph: what they count would be guarded on, and fail.
+        # Kept out of a compiled optimizer.step(): torch.compile would guard on the counters and recompile.
         optimizer.register_step_pre_hook(torch.compiler.disable(before))
         optimizer.register_step_post_hook(torch.compiler.disable(after))
 
     def _before(self, number: int, given: tuple[Any, ...], named: dict[str, Any]) -> Arguments | None:
-        """Look for zeros before the first step, and read the gradients: now, or when a closure has made them.
+        """Look for zeros before the first step, and read the gradients: now, or after the closure has computed them.
 
-        The step of a subclass may call that of its parent, and torch calls the hooks for both: one step is counted.
+        torch calls the hooks twice when the step of a subclass calls its parent's; only one step is counted.
         """
         if number in self._stepping:
             return None
@@ -108,7 +123,7 @@ class Listener:
         return tuple(evaluate if value is closures[0] else value for value in given), replaced
 
     def _noting(self, closure: Callable[..., Any], number: int) -> Callable[..., Any]:
-        """The closure, followed by a look at the gradients it leaves."""
+        """The closure, followed by reading the gradients it leaves."""
         facts = self._facts
 
         def evaluate(*args: Any, **options: Any) -> Any:
@@ -133,16 +148,16 @@ class Listener:
             self._note_gradient(number)
 
     def _note_gradient(self, number: int) -> None:
-        """Remember one gradient this optimizer has used, and its version, until the Pruner acts."""
-        for site in self._facts.sites:
-            gradient = site.parameter.grad
-            if gradient is not None and self._facts.owner(site) == number:
-                self._used[number] = site.parameter, gradient, local(gradient)._version
+        """Remember one gradient this optimizer used, and its version, until the next pruner.step()."""
+        for prunable in self._facts.prunables:
+            gradient = prunable.parameter.grad
+            if gradient is not None and self._facts.owner(prunable) == number:
+                self._used[number] = prunable.parameter, gradient, local(gradient)._version
                 return
 
     def check_order(self) -> None:
-        """Warn if gradients are newer than the steps, again and again: a backward pass ran between optimizer.step() and
-        pruner.step(), on weights that should have been zero. Gradients that were cleared meanwhile say nothing."""
+        """Warn if gradients are repeatedly newer than the step: then a backward pass ran between optimizer.step() and
+        pruner.step(), on weights that should have been zero. Gradients cleared in between prove nothing."""
         if self._looked >= CHECKED:
             return
         self._looked += 1
@@ -166,16 +181,16 @@ class Listener:
         """Warn that pruned weights moved and were trained on between two calls of pruner.step()."""
         self._warn(
             "late",
-            f"The optimizer has taken {steps} steps since the last pruner.step(), so pruned weights came back meanwhile"
-            " and backward passes saw them. Call pruner.step() after every optimizer.step() (masks are updated only"
+            f"The optimizer has taken {steps} steps since the last pruner.step(), so pruned weights became nonzero and"
+            " backward passes saw them. Call pruner.step() after every optimizer.step() (masks are updated only"
             " every `every` steps anyway), or call pruner.attach() once.",
         )
 
     def check_idle(self) -> None:
-        """Warn if weights change from call to call while no optimizer of ours has ever stepped."""
+        """Warn if weights change between calls although none of these optimizers ever stepped."""
         if any(self._clock.counts) or "idle" in self._warned:
             return
-        weight = local(self._facts.sites[0].parameter.detach())
+        weight = local(self._facts.prunables[0].parameter.detach())
         version = 0 if weight.is_inference() else weight._version
         self._idle = self._idle + 1 if self._version not in (None, version) else 0
         self._version = version
@@ -189,28 +204,28 @@ class Listener:
             )
 
     def _check_others(self, number: int) -> None:
-        """Warn if one optimizer of several does not step, because then no step counts."""
+        """Warn if one of several optimizers does not step, because then no step counts."""
         counts = self._clock.counts
         if counts[number] == IDLE and 0 in counts:
-            resting = type(self._optimizers[counts.index(0)]).__name__
+            idle = type(self._optimizers[counts.index(0)]).__name__
             self._warn(
                 "others",
-                f"{type(self._optimizers[number]).__name__} has taken {IDLE} steps and {resting} none. With a list of"
-                " optimizers a step counts for the schedule when each of them has stepped. Leave out an optimizer that"
-                " rests.",
+                f"{type(self._optimizers[number]).__name__} has taken {IDLE} steps and {idle} none. With a list of"
+                " optimizers a step counts for the schedule once each of them has stepped. Leave out an optimizer that"
+                " does not step.",
             )
 
     @torch.no_grad()
     def _check_zeros(self) -> None:
-        """Warn if the weights look pruned and the masks do not know: the step about to be taken would undo it.
+        """Warn if the weights look pruned but the masks keep them all: the coming step would undo the pruning.
 
-        Tensors that are zero altogether do not count: they were made so.
+        Tensors that are entirely zero are ignored: they were initialized so.
         """
         if any(self._held.dead) or "zeros" in self._warned:
             return
         zeros = total = 0
-        for site in self._facts.sites:
-            weight = local(site.parameter.detach())
+        for prunable in self._facts.prunables:
+            weight = local(prunable.parameter.detach())
             found = weight.numel() - int(weight.count_nonzero())
             if found < weight.numel():
                 zeros, total = zeros + found, total + weight.numel()

@@ -60,7 +60,7 @@ from secateur.oneshot.offload import (
 from secateur.progress import Stages
 from secateur.report import Outcome, TensorRow, Update
 from secateur.scores import Score, resolve, scores
-from secateur.selection import Selection, Target
+from secateur.selection import Selection, Target, as_scope
 from secateur.selection.masks import as_bool, packed_bytes, to_bits
 from secateur.selection.tiles import Pattern
 
@@ -497,7 +497,7 @@ def scope_for(
     """The scope, or the default one of the score's paper. WANDA's rows are for linear layers: in convolutional
     networks, where they do worse than magnitude, the default is the whole model."""
     if scope is not None:
-        return scope
+        return as_scope(scope)
     if pattern is not None or allocation is not None:
         return "model"
     convolutions = [site for site in sites if site.parameter.ndim > 3]  # a transformer may have one for its patches

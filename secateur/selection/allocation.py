@@ -1,9 +1,15 @@
-"""How a budget is spread over layers. Every rule returns whole counts that add up to the budget exactly."""
+"""Allocation: how many weights each layer loses when the budget for the whole model is given.
+
+Each rule is one function from `Layers` to whole counts, one for each layer, that add up to the budget exactly. A new
+rule is that function and one entry in `ALLOCATIONS`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,66 +17,93 @@ from torch import Tensor
 from secateur.errors import PatternError
 from secateur.selection.exact import Peers, ScoredTensor, keys_of, refuse_nan, values_of
 
-ALLOCATIONS = ("uniform", "erk", "depth", "owl", "lamp")
-
 DEPTH_SCALE = (0.7, 1.3)  # relative sparsity of the first and the last layer
 DEPTH_CAP = 0.95
 
 OWL_OUTLIER = 5.0  # times the mean score of its layer
-OWL_SPREAD = 0.08  # by which a layer's sparsity may differ from the asked one
+OWL_SPREAD = 0.08  # largest difference between a layer's sparsity and the asked one
 
-LAMP_SHIFT = 18  # key bits dropped: 32 bins an octave, 3 % wide
-LAMP_BINS = 0x7F800000 >> LAMP_SHIFT
-
-
-def allocate(
-    name: str,
-    pieces: Sequence[ScoredTensor],
-    fans: Sequence[int],
-    gone: Sequence[int],
-    sparsity: float,
-    peers: Peers,
-) -> list[int]:
-    """Weights to be gone from each piece, `round(sparsity * all)` together and never fewer than are gone already.
-
-    `fans` are the sums of a weight's dimensions (times its number of matrices), which only "erk" reads.
-    """
-    sizes = [piece.total for piece in pieces]
-    budget = max(round(sparsity * sum(sizes)), sum(gone))
-    if name == "uniform":
-        return spread(sizes, gone, sizes, budget)
-    if name == "depth":
-        return spread(*depth_shares(sizes, gone, sparsity), budget)
-    if name == "erk":
-        room = [size - dead for size, dead in zip(sizes, gone, strict=True)]
-        kept = spread(fans, [0] * len(sizes), room, sum(sizes) - budget)
-        return [size - keep for size, keep in zip(sizes, kept, strict=True)]
-    if name == "owl":
-        shares = owl([lamp_histogram(piece, peers) for piece in pieces], sparsity)
-        return spread([share * size for share, size in zip(shares, sizes, strict=True)], gone, sizes, budget)
-    if name == "lamp":
-        extra = lamp([lamp_histogram(piece, peers) for piece in pieces], budget - sum(gone))
-        return [dead + more for dead, more in zip(gone, extra, strict=True)]
-    raise PatternError(f"No allocation {name!r}. Use one of {', '.join(map(repr, ALLOCATIONS))}, or None.")
+BIN_SHIFT = 18  # key bits dropped by a histogram: 32 bins an octave, 3 % wide
+BINS = 0x7F800000 >> BIN_SHIFT
 
 
-def depth_shares(
-    sizes: Sequence[int], gone: Sequence[int], sparsity: float
-) -> tuple[list[float], list[int], list[int]]:
-    """Shares, lower and upper bounds of the depth rule: sparsity grows with position, at most 0.95 of a layer."""
+@dataclass(frozen=True)
+class Layers:
+    """What a rule may read. `fans` are sums of a weight's dimensions, times its number of matrices; `gone` counts the
+    weights of each layer that are pruned already, over all peers."""
+
+    tensors: Sequence[ScoredTensor]
+    fans: Sequence[int]
+    gone: Sequence[int]
+    sparsity: float
+    peers: Peers
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        return [tensor.total for tensor in self.tensors]
+
+    @cached_property
+    def budget(self) -> int:
+        """Weights to be gone in all: `round(sparsity * all)`, and never fewer than are gone already."""
+        return max(round(self.sparsity * sum(self.sizes)), sum(self.gone))
+
+    def histograms(self) -> list[Tensor]:
+        return [histogram(tensor, self.peers) for tensor in self.tensors]
+
+
+Rule = Callable[[Layers], list[int]]
+
+
+def uniform(layers: Layers) -> list[int]:
+    """The same sparsity for every layer."""
+    return spread(layers.sizes, layers.gone, layers.sizes, layers.budget)
+
+
+def erk(layers: Layers) -> list[int]:
+    """Layers keep weights in proportion to the sum of their dimensions (Evci et al. 2020)."""
+    room = [size - dead for size, dead in zip(layers.sizes, layers.gone, strict=True)]
+    kept = spread(layers.fans, [0] * len(room), room, sum(layers.sizes) - layers.budget)
+    return [size - keep for size, keep in zip(layers.sizes, kept, strict=True)]
+
+
+def depth(layers: Layers) -> list[int]:
+    """Sparsity grows linearly with a layer's position, to at most 0.95 of a layer (AdamWPrune)."""
     first, last = DEPTH_SCALE
-    steps = max(1, len(sizes) - 1)
-    shares = [size * (first + (last - first) * place / steps) for place, size in enumerate(sizes)]
-    cap = max(DEPTH_CAP, sparsity)  # above the cap no layer can make up for another
-    upper = [max(dead, math.ceil(cap * size)) for size, dead in zip(sizes, gone, strict=True)]
-    return shares, list(gone), upper
+    steps = max(1, len(layers.sizes) - 1)
+    shares = [size * (first + (last - first) * place / steps) for place, size in enumerate(layers.sizes)]
+    cap = max(DEPTH_CAP, layers.sparsity)  # above the cap no layer can make up for another
+    upper = [max(dead, math.ceil(cap * size)) for size, dead in zip(layers.sizes, layers.gone, strict=True)]
+    return spread(shares, layers.gone, upper, layers.budget)
+
+
+def owl(layers: Layers) -> list[int]:
+    """Lower sparsity where more scores are outliers (Yin et al. 2023), here layer by layer instead of by block."""
+    shares = owl_shares(layers.histograms(), layers.sparsity)
+    wanted = [share * size for share, size in zip(shares, layers.sizes, strict=True)]
+    return spread(wanted, layers.gone, layers.sizes, layers.budget)
+
+
+def lamp(layers: Layers) -> list[int]:
+    """One global threshold on LAMP scores (Lee et al. 2021)."""
+    more = lamp_counts(layers.histograms(), layers.budget - sum(layers.gone))
+    return [dead + extra for dead, extra in zip(layers.gone, more, strict=True)]
+
+
+ALLOCATIONS: dict[str, Rule] = {rule.__name__: rule for rule in (uniform, erk, depth, owl, lamp)}
+
+
+def rule_named(name: str) -> Rule:
+    """The rule of this name, or an error that lists them."""
+    if not isinstance(name, str) or name not in ALLOCATIONS:
+        raise PatternError(f"No allocation {name!r}. Use one of {', '.join(map(repr, ALLOCATIONS))}, or None.")
+    return ALLOCATIONS[name]
 
 
 def spread(shares: Sequence[float], lower: Sequence[int], upper: Sequence[int], total: int) -> list[int]:
     """Integers in proportion to the shares, inside their bounds, that add up to `total` exactly.
 
-    One factor is sought for all; those it drives past a bound stay at the bound. The rest of the rounding goes to the
-    largest fractions, earlier entries first.
+    Bisects for the one factor on all shares at which the clamped values add up. What rounding down leaves over goes to
+    the largest fractions, earlier entries first.
     """
     assert sum(lower) <= total <= sum(upper)
 
@@ -94,29 +127,32 @@ def spread(shares: Sequence[float], lower: Sequence[int], upper: Sequence[int], 
     return counts
 
 
-def lamp_histogram(piece: ScoredTensor, peers: Peers) -> Tensor:
-    """Living scores of a piece by the leading bits of their keys, over all peers."""
-    counts = torch.zeros(LAMP_BINS + 3, dtype=torch.int64, device="cpu")  # the last two count negatives and NaN
-    piece = piece.unpacked()
-    for chunk in piece.chunks() if piece.counted(peers) else ():
-        scores = piece.score(chunk)
-        keys = keys_of(scores if piece.alive is None else scores[piece.alive[chunk]])
-        bins = torch.where(keys >= 0, (keys >> LAMP_SHIFT).clamp(max=LAMP_BINS), LAMP_BINS + 1)
-        counts += torch.bincount(bins, minlength=LAMP_BINS + 3).cpu()
-        counts[-1] += piece.spoiled(chunk, scores)
+def histogram(tensor: ScoredTensor, peers: Peers) -> Tensor:
+    """Scores of the living weights counted by the leading bits of their keys, over all peers."""
+    counts = torch.zeros(BINS + 3, dtype=torch.int64, device="cpu")  # the last two count negatives and NaN
+    tensor = tensor.unpacked()
+    for chunk in tensor.chunks() if tensor.counted(peers) else ():
+        scores = tensor.score(chunk)
+        keys = keys_of(scores if tensor.alive is None else scores[tensor.alive[chunk]])
+        bins = torch.where(keys >= 0, (keys >> BIN_SHIFT).clamp(max=BINS), BINS + 1)
+        counts += torch.bincount(bins, minlength=BINS + 3).cpu()
+        counts[-1] += tensor.spoiled(chunk, scores)
     counts = peers.sum(counts)
-    refuse_nan([piece.name], [int(counts[-1])])
+    refuse_nan([tensor.name], [int(counts[-1])])
     if counts[-2]:
-        raise PatternError(f"Allocation 'lamp' squares scores, so they must not be negative; {piece.name!r} has some.")
+        raise PatternError(
+            f"Allocations 'lamp' and 'owl' read scores as magnitudes, so they must not be negative; {tensor.name!r} has"
+            " negative ones. Choose another score or allocation."
+        )
     return counts[:-2]
 
 
-def owl(histograms: Sequence[Tensor], sparsity: float) -> list[float]:
-    """Sparsities of layers, lower where more scores are outliers (Yin et al. 2023), each layer for itself."""
+def owl_shares(histograms: Sequence[Tensor], sparsity: float) -> list[float]:
+    """Sparsity of each layer: lower the larger its share of scores above five times its mean."""
     outliers = []
-    for histogram in histograms:
-        values = values_of(torch.arange(len(histogram), device="cpu") << LAMP_SHIFT).double()
-        count = histogram.double()
+    for counts in histograms:
+        values = values_of(torch.arange(len(counts), device="cpu") << BIN_SHIFT).double()
+        count = counts.double()
         mean = (values * count).sum() / count.sum().clamp(min=1)
         outliers.append(float(count[values > OWL_OUTLIER * mean].sum() / count.sum().clamp(min=1)))
     low, high = min(outliers), max(outliers)
@@ -125,23 +161,23 @@ def owl(histograms: Sequence[Tensor], sparsity: float) -> list[float]:
     return [min(max(sparsity - extra + mean_more, 0.0), 1.0) for extra in more]
 
 
-def lamp(histograms: Sequence[Tensor], budget: int) -> list[int]:
-    """How many of each layer a global threshold on LAMP scores removes (Lee et al. 2021).
+def lamp_counts(histograms: Sequence[Tensor], budget: int) -> list[int]:
+    """How many weights of each layer a global threshold on LAMP scores removes.
 
-    LAMP is x^2 over the sum of all x^2 at least as large in the layer. It rises with x inside a layer, so the binned
-    counts are all it takes to know how many go; scores are rounded to 3 % for this, the budget is met exactly.
+    LAMP divides x^2 by the sum of all x^2 at least as large in the layer. It rises with x inside a layer, so counts by
+    bin are enough. Scores are rounded to 3 % for this; the budget is met exactly.
     """
     values, owners, counts = [], [], []
-    for layer, histogram in enumerate(histograms):
-        bins = histogram.nonzero().flatten()
-        count = histogram[bins].double()
-        squares = values_of(bins << LAMP_SHIFT).double().square()
+    for layer, binned in enumerate(histograms):
+        bins = binned.nonzero().flatten()
+        count = binned[bins].double()
+        squares = values_of(bins << BIN_SHIFT).double().square()
         mass = squares * count
         # The weight in the middle of a bin has half of that bin above it.
         at_least = mass.flip(0).cumsum(0).flip(0) - mass + squares * (count + 1) / 2
         values.append(torch.where(squares > 0, squares / at_least, 0.0))
         owners.append(torch.full_like(bins, layer))
-        counts.append(histogram[bins])
+        counts.append(binned[bins])
     order = torch.sort(torch.cat(values), stable=True).indices
     owner, count = torch.cat(owners)[order], torch.cat(counts)[order]
     taken = (budget - (count.cumsum(0) - count)).clamp(min=0).minimum(count)

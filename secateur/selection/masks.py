@@ -1,4 +1,8 @@
-"""Masks: True is kept. Held beside the weights, as bits where kernels read them and as bools elsewhere."""
+"""Masks: True is kept. Apply them, store them as bits, count and compare them.
+
+Two forms of bits: `pack` keeps rows apart, so that a saved mask shards along dim 0 as its weight does; `to_bits` is
+flat, in words of 32, as kernels read it.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +15,27 @@ from torch import Tensor
 from secateur.scores import mixed
 
 PART = 1 << 22  # weights masked at a time
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 
 
 @torch.no_grad()
 def apply(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
-    """Zero, in place, what the masks say is gone. Tensors keep their memory, so compiled graphs need not know.
+    """Zero the masked values in place. Tensors keep their memory, so compiled graphs stay valid.
 
-    Their bits are multiplied, not their values: infinity times zero would be NaN. Large tensors go in parts, because
-    on CPUs torch widens a mask to the type it multiplies, and that copy must not have the size of a weight.
+    Multiplies the bits as integers, because infinity times zero is NaN. Large tensors go in parts: on CPUs torch casts
+    the mask to the type it multiplies, and that copy must not reach the size of a weight.
     """
     bits, kept = [], []
     for tensor, mask in zip(tensors, masks, strict=True):
         rows = max(1, PART * mask.shape[0] // max(1, mask.numel()))
-        bits += tensor.view(_BITS[tensor.element_size()]).split(rows)
+        bits += tensor.view(INTEGERS[tensor.element_size()]).split(rows)
         kept += mask.split(rows)
     if bits:
         torch._foreach_mul_(bits, kept)
 
 
 def checksum(masks: Sequence[Tensor]) -> int:
-    """A number that differs when masks do, in all likelihood: the sum of hashed positions of what is gone."""
+    """A number that almost surely differs when masks do: the sum of hashed positions of the pruned weights."""
     total, first = 0, 0
     for mask in masks:
         for part in mask.flatten().split(1 << 18):
@@ -52,7 +56,7 @@ def pack(mask: Tensor) -> Tensor:
 
 
 def packed_bytes(shape: Sequence[int]) -> int:
-    """How many bytes `pack` makes of a mask of this shape."""
+    """How many bytes `pack` needs for a mask of this shape."""
     return shape[0] * -(-math.prod(shape[1:]) // 8)
 
 
@@ -67,7 +71,7 @@ def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def to_bits(mask: Tensor) -> Tensor:
-    """A flat bool mask as kernels take it: one bit a weight, in whole words of 32."""
+    """A flat bool mask as kernels read it: one bit a weight, in whole words of 32."""
     padded = torch.nn.functional.pad(mask, (0, -mask.numel() % 32))
     return pack(padded.view(1, -1)).view(-1)
 
@@ -78,7 +82,7 @@ def from_bits(bits: Tensor, numel: int) -> Tensor:
 
 
 def inverted(mask: Tensor, numel: int) -> Tensor:
-    """What a flat mask of so many weights removes, stored as the mask is. Bits past the end stay unset."""
+    """The complement of a flat mask, in the same form, bool or bits. Bits past the end stay zero."""
     flipped = ~mask
     if mask.dtype != torch.bool and numel % 32:
         spare = torch.arange(32, device=mask.device) < numel % 32
@@ -87,5 +91,5 @@ def inverted(mask: Tensor, numel: int) -> Tensor:
 
 
 def as_bool(mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """A mask in this shape, whether it is bool already or flat bits."""
+    """A mask as bools in this shape, from bools or flat bits."""
     return (mask if mask.dtype == torch.bool else from_bits(mask, math.prod(shape))).view(tuple(shape))

@@ -1,4 +1,4 @@
-"""Tiles: rows, n:m groups and blocks are all the same thing, a tile size per dimension of a tensor."""
+"""Tiles: an output row, an n:m group and a block are all a tile size for each dimension of a tensor."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from secateur.selection.exact import CHUNK, Where
 
 @dataclass(frozen=True)
 class Layout:
-    """Which dimensions of a weight number its output rows, and which one its inputs. The rest is kernel extent.
+    """Which dimensions of a weight count its output rows, and which one its inputs; the rest is kernel extent.
 
-    `groups` is how many groups of rows share the dimension of the inputs, one group after another, as in transposed
-    convolutions.
+    `groups` is how many groups of a transposed convolution follow each other along the input dimension.
     """
 
     rows: tuple[int, ...] = (0,)
@@ -29,7 +28,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A parsed pattern: `kept` of every `inputs` consecutive inputs (n:m), or whole blocks of `rows` x `inputs`."""
+    """A parsed pattern: `kept` of every `inputs` consecutive inputs (n:m), or blocks of `rows` x `inputs`."""
 
     text: str
     rows: int
@@ -42,7 +41,7 @@ class Pattern:
 
 
 def parse_pattern(text: str | None) -> Pattern | None:
-    """ "2:4" or "block:16x16" read into a Pattern; None stays None."""
+    """The Pattern of a text such as "2:4" or "block:16x16"; None stays None."""
     if text is None:
         return None
     if not isinstance(text, str):
@@ -62,7 +61,7 @@ def parse_pattern(text: str | None) -> Pattern | None:
 
 @dataclass(frozen=True)
 class Tiling:
-    """A tensor cut into equal tiles; tiles and the places inside one are numbered in storage order."""
+    """A tensor divided into equal tiles; tiles, and places inside one, are numbered in storage order."""
 
     shape: tuple[int, ...]
     tile: tuple[int, ...]
@@ -80,7 +79,7 @@ class Tiling:
         return math.prod(self.grid)
 
     def slabs(self, tiles: Where | None = None) -> Iterator[Where]:
-        """The tiles (all, unless told) in portions whose members make about one chunk."""
+        """These tiles (by default all) in portions of about one chunk of weights."""
         step = max(1, CHUNK // self.size)
         if isinstance(tiles, Tensor):
             yield from tiles.split(step)
@@ -90,12 +89,12 @@ class Tiling:
 
     @property
     def solid(self) -> bool:
-        """Whether a tile is one unbroken stretch of memory; then tiles follow each other without a gap."""
+        """Whether a tile is contiguous in memory; then tiles follow each other without a gap."""
         broken = [dim for dim, (size, tile) in enumerate(zip(self.shape, self.tile, strict=True)) if tile != size]
         return all(tile == 1 for tile in self.tile[: broken[-1]]) if broken else True
 
     def members(self, tiles: Where, places: Where | None = None) -> Where:
-        """Flat indices of these tiles, tile by tile; or of some places in one tile. A slice when contiguous."""
+        """Flat indices of these tiles, tile by tile, or of some places of one tile. A slice where contiguous."""
         if self.solid and isinstance(tiles, slice) and not isinstance(places, Tensor):
             first = tiles.start * self.size
             return (
@@ -115,7 +114,7 @@ def _numbers(where: Where) -> Tensor:
 
 
 def _offsets(numbers: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """Flat offsets of places numbered row by row in a box of these sizes, laid out with these strides."""
+    """Flat offsets of places numbered row by row in a box of these sizes and strides."""
     offsets = torch.zeros_like(numbers)
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         offsets += numbers % size * stride
@@ -126,7 +125,10 @@ def _offsets(numbers: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> T
 def tile_of(
     name: str, whole: Sequence[int], layout: Layout, pattern: Pattern | None, shape: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """The tile a pattern asks for in a tensor of this shape: an n:m group, a block, or, without one, a whole row."""
+    """The tile of a pattern in a tensor of shape `whole`: an n:m group, a block, or without a pattern a row.
+
+    `shape` is that of the local shard, whose rows may be fewer.
+    """
     if pattern is None:
         row = [1 if dim in layout.rows else size for dim, size in enumerate(shape or whole)]
         if layout.groups > 1:
@@ -145,13 +147,13 @@ def tile_of(
 
 
 def fits(whole: Sequence[int], layout: Layout, pattern: Pattern) -> bool:
-    """Whether a tensor of this shape can be cut into the pattern's tiles."""
+    """Whether a tensor of this shape divides into the pattern's tiles."""
     rows, inputs = whole[layout.rows[-1]], whole[layout.inputs] // layout.groups
     return rows % pattern.rows == 0 and inputs % pattern.inputs == 0
 
 
 def pairwise_sum(rows: Tensor) -> Tensor:
-    """Sum of each row by halving: each addition is elementwise, so the bits do not depend on the number of rows."""
+    """Sum of each row by halving. Additions are elementwise, so the result does not depend on the number of rows."""
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2
         summed = rows[:, :half] + rows[:, half : 2 * half]

@@ -89,7 +89,7 @@ def test_what_cannot_be_served_is_refused_on_every_rank(tmp_path: Path) -> None:
     assert said["row"].startswith("ShardError: Scope 'row' compares weights of '0.weight' that lie on different ranks")
     assert said["8:12"].startswith("ShardError: Pattern '8:12' compares weights of '0.weight'")
     assert said["nan"].startswith("ScoreError: NaN scores in '0.weight'")
-    assert said["replicas"].startswith("ShardError: Ranks of DistributedDataParallel came to different masks")
+    assert said["replicas"].startswith("ShardError: Ranks of DistributedDataParallel have different masks")
 
 
 def test_masks_of_another_rank_are_refused_and_whole_ones_taken(tmp_path: Path) -> None:

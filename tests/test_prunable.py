@@ -17,14 +17,14 @@ from tests.conftest import Block
 
 
 def reasons(model: nn.Module, **options: Any) -> dict[str, str]:
-    sites, left_out = find_prunable(model, **options)
-    return {site.name: "site" for site in sites} | {item.name: item.reason for item in left_out}
+    prunables, left_out = find_prunable(model, **options)
+    return {prunable.name: "prunable" for prunable in prunables} | {item.name: item.reason for item in left_out}
 
 
 def test_every_parameter_is_accounted_for(block: Block) -> None:
     found = reasons(block)
     assert found.keys() == {name for name, _ in block.named_parameters()}
-    assert found["up.weight"] == found["down.weight"] == "site"
+    assert found["up.weight"] == found["down.weight"] == "prunable"
     assert found["embedding.weight"] == "embedding"
     assert found["norm.weight"] == found["up.bias"] == "bias, norm or vector"
     assert found["lm_head.weight"] == "head (only=... prunes it)"
@@ -35,8 +35,8 @@ def test_tied_weights_count_once_and_say_so(block: Block) -> None:
     found = reasons(block)
     assert found["embedding.weight"] == "embedding; tied with lm_head.weight"
     assert "lm_head.weight" not in found
-    sites, _ = find_prunable(block, only=["lm_head"])
-    assert [(site.name, site.tied) for site in sites] == [("lm_head.weight", ("embedding.weight",))]
+    prunables, _ = find_prunable(block, only=["lm_head"])
+    assert [(prunable.name, prunable.tied) for prunable in prunables] == [("lm_head.weight", ("embedding.weight",))]
     shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     shared[1].weight = shared[0].weight
     pruner = sc.Pruner(shared, torch.optim.AdamW(shared.parameters()))
@@ -62,8 +62,8 @@ def test_convolutions_and_experts() -> None:
         }
     )
     model.pos_embedding = nn.Parameter(torch.randn(2, 9, 8))
-    sites, _ = find_prunable(model)
-    assert {site.name: site.layout for site in sites} == {
+    prunables, _ = find_prunable(model)
+    assert {prunable.name: prunable.layout for prunable in prunables} == {
         "one.weight": Layout(),
         "two.weight": Layout(),
         "three.weight": Layout(),
@@ -79,7 +79,7 @@ def test_skip_and_only_are_globs(block: Block) -> None:
     assert reasons(block, skip="up")["up.weight"] == "skipped by name"
     assert reasons(block, skip=["*.weight"], only="*")["down.weight"] == "skipped by name"
     found = reasons(block, only=["up*", "lm_head.weight"])
-    assert found["up.weight"] == found["lm_head.weight"] == "site"
+    assert found["up.weight"] == found["lm_head.weight"] == "prunable"
     assert found["down.weight"] == "not named by only"
     with pytest.raises(SiteError, match="No parameter or module matches 'mlp.\\*'. Names look like 'embedding.weight'"):
         find_prunable(block, skip="mlp.*")
@@ -97,9 +97,9 @@ def test_gpt2_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=8)
     model = transformers.GPT2LMHeadModel(config)
-    sites, left_out = find_prunable(model)
-    assert len(sites) == 2 * 4
-    assert all(site.layout == Layout(rows=(1,), inputs=0) for site in sites)
+    prunables, left_out = find_prunable(model)
+    assert len(prunables) == 2 * 4
+    assert all(prunable.layout == Layout(rows=(1,), inputs=0) for prunable in prunables)
     assert ("transformer.wte.weight", "embedding; tied with lm_head.weight") in {(i.name, i.reason) for i in left_out}
     turned, plain = transformers.pytorch_utils.Conv1D(6, 8), nn.Linear(8, 6)
     with torch.no_grad():
@@ -122,8 +122,10 @@ def test_mixture_of_experts_of_transformers() -> None:
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         num_local_experts=4, vocab_size=50,
     )  # fmt: skip
-    sites, left_out = find_prunable(transformers.MixtralForCausalLM(config))
-    layouts = {site.name.rpartition(".")[2]: site.layout for site in sites if "experts" in site.name}
+    prunables, left_out = find_prunable(transformers.MixtralForCausalLM(config))
+    layouts = {
+        prunable.name.rpartition(".")[2]: prunable.layout for prunable in prunables if "experts" in prunable.name
+    }
     assert layouts == dict.fromkeys(("gate_up_proj", "down_proj"), Layout(rows=(0, 1), inputs=2))
     assert any(item.name == "lm_head.weight" and item.reason.startswith("head") for item in left_out)
 
@@ -171,8 +173,8 @@ def test_what_only_looks_like_experts() -> None:
             "llama": Llama4TextExperts("gate_up_proj"),
         }
     )
-    sites, _ = find_prunable(model)
-    assert {site.name: site.layout for site in sites} == {
+    prunables, _ = find_prunable(model)
+    assert {prunable.name: prunable.layout for prunable in prunables} == {
         "experts.w": Layout(rows=(0, 1), inputs=2),
         "llama.gate_up_proj": Layout(rows=(0, 2), inputs=1),
     }
@@ -192,15 +194,15 @@ def test_heads_and_routers_by_the_company_they_keep() -> None:
         }
     )
     found = reasons(model)
-    assert found["classifier.0.weight"] == "site"
+    assert found["classifier.0.weight"] == "prunable"
     assert found["classifier.2.weight"] == found["qa_outputs.weight"] == "head (only=... prunes it)"
     assert found["mixture.router.weight"] == "router (only=... prunes it)"
-    assert found["mixture.gate.weight"] == found["mixture.attention.in_proj_weight"] == "site"
+    assert found["mixture.gate.weight"] == found["mixture.attention.in_proj_weight"] == "prunable"
 
 
 def test_a_gate_with_more_than_a_quarter_as_many_outputs_is_no_router() -> None:
     found = reasons(nn.ModuleDict({"a": nn.ModuleDict({"gate": nn.Linear(7, 2)}), "b": nn.Linear(4, 4)}))
-    assert found["a.gate.weight"] == "site"
+    assert found["a.gate.weight"] == "prunable"
     found = reasons(nn.ModuleDict({"a": nn.ModuleDict({"gate": nn.Linear(8, 2)}), "b": nn.Linear(4, 4)}))
     assert found["a.gate.weight"] == "router (only=... prunes it)"
 
@@ -208,14 +210,14 @@ def test_a_gate_with_more_than_a_quarter_as_many_outputs_is_no_router() -> None:
 def test_names_of_containers_and_of_wrapped_parts() -> None:
     model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend="eager"))})
     model["shared"] = model["encoder"][0]
-    sites, _ = find_prunable(model)
-    assert {site.name: site.tied for site in sites} == {
+    prunables, _ = find_prunable(model)
+    assert {prunable.name: prunable.tied for prunable in prunables} == {
         "encoder.0.weight": ("shared.weight",),
         "encoder.1.weight": (),
     }
     assert reasons(model, skip="encoder")["encoder.1.weight"] == "skipped by name"
     assert reasons(model, skip="shared")["encoder.0.weight"].startswith("skipped by name")
-    assert reasons(model, skip=None)["encoder.1.weight"] == "site"
+    assert reasons(model, skip=None)["encoder.1.weight"] == "prunable"
 
 
 def test_empty_weights_and_flattened_ones_are_told_apart() -> None:
@@ -267,7 +269,7 @@ class Lecture(nn.Module):
 def test_heads_of_an_attention_are_not_output_heads(blocks: int, kind: Any, projected: bool) -> None:
     found = reasons(Lecture(blocks, kind, projected))
     assert {name for name, reason in found.items() if reason.startswith("head")} == {"lm_head.weight"}
-    assert len([name for name in found if ".heads." in name and found[name] == "site"]) == max(1, blocks) * 6
+    assert len([name for name in found if ".heads." in name and found[name] == "prunable"]) == max(1, blocks) * 6
 
 
 def test_output_heads_are_left_dense_wherever_they_are() -> None:
@@ -318,7 +320,7 @@ def test_tables_are_left_out_until_they_are_named() -> None:
     model = nn.ModuleDict({"odd": Odd(), "table": nn.Embedding(9, 8), "layer": nn.Linear(8, 8)})
     ask = "(only=... prunes it)"
     found = reasons(model)
-    assert found["layer.weight"] == "site"
+    assert found["layer.weight"] == "prunable"
     assert {name: found[f"odd.{name}"] for name in ("queries", "prompts", "latents", "A_log", "weight")} == {
         "queries": f"table of vectors {ask}",
         "prompts": f"table of vectors {ask}",
@@ -327,13 +329,13 @@ def test_tables_are_left_out_until_they_are_named() -> None:
         "weight": f"weight of a custom module {ask}",
     }
     for region in ("*", "*odd*", ["odd", "table*.*", "layer"]):  # a region is asked for its matrices
-        sites, _ = find_prunable(model, only=region)
-        assert {"odd.weight"} <= {site.name for site in sites} <= {"odd.weight", "layer.weight"}
+        prunables, _ = find_prunable(model, only=region)
+        assert {"odd.weight"} <= {prunable.name for prunable in prunables} <= {"odd.weight", "layer.weight"}
     for name in ("odd.prompts", "odd.A_log", "*.queries", "table", "table.weight", "*.weight"):
-        sites, _ = find_prunable(model, only=name)
-        assert sites
-        assert all(name.strip("*.") in site.name for site in sites), name
-        assert all(site.reason.startswith("named by only") for site in sites)
+        prunables, _ = find_prunable(model, only=name)
+        assert prunables
+        assert all(name.strip("*.") in prunable.name for prunable in prunables), name
+        assert all(prunable.reason.startswith("named by only") for prunable in prunables)
     assert reasons(model, only="*")["odd.A_log"] == "not known to be a matrix (name it in only=... to prune it)"
 
 
@@ -359,12 +361,12 @@ def test_stacks_are_known_by_what_their_module_tells() -> None:
         }
     )
     straight, turned = Layout(rows=(0, 1), inputs=2), Layout(rows=(0, 2), inputs=1)
-    sites, _ = find_prunable(model)
-    assert {site.name: site.layout for site in sites} == {
+    prunables, _ = find_prunable(model)
+    assert {prunable.name: prunable.layout for prunable in prunables} == {
         "fused.gate_up_proj": straight, "fused.down_proj": straight, "turned.a": turned, "turned.b": turned,
         "plain.w1": straight, "plain.w2": straight, "counted.w": straight, "linear.weight": turned,
     }  # fmt: skip
-    assert {site.reason for site in sites} == {"experts", "a matrix for each group"}
+    assert {prunable.reason for prunable in prunables} == {"experts", "a matrix for each group"}
     assert reasons(model)["pairs.keys"] == "not known to be a matrix (only=... prunes it)"
 
 
@@ -466,15 +468,15 @@ def test_a_parametrization_that_does_not_keep_zeros_is_refused() -> None:
             find_prunable(model, only=name)
     found = reasons(model, only="*")
     assert found["1.parametrizations.weight.original"] == "its parametrization (_Orthogonal) does not keep zeros"
-    assert found["0.weight"] == "site"
+    assert found["0.weight"] == "prunable"
     assert reasons(model)["1.parametrizations.weight.original"] == "parametrized (only=... prunes it)"
 
 
 def test_looking_at_a_parametrization_changes_nothing() -> None:
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)).train()
     before = {name: value.clone() for name, value in layer.state_dict().items()}
-    sites, _ = find_prunable(layer, only="weight")
-    assert [site.name for site in sites] == ["parametrizations.weight.original"]
+    prunables, _ = find_prunable(layer, only="weight")
+    assert [prunable.name for prunable in prunables] == ["parametrizations.weight.original"]
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
     assert all(module.training for module in layer.modules())
 
@@ -483,8 +485,8 @@ def test_looking_at_a_parametrization_changes_nothing() -> None:
 def test_older_reparametrizations() -> None:
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.utils.spectral_norm(nn.Conv1d(8, 8, 3)))
     assert set(reasons(model).values()) == {"bias, norm or vector", "parametrized (only=... prunes it)"}
-    sites, _ = find_prunable(model, only="*")
-    assert [site.name for site in sites] == ["0.weight_v", "1.weight_orig"]
+    prunables, _ = find_prunable(model, only="*")
+    assert [prunable.name for prunable in prunables] == ["0.weight_v", "1.weight_orig"]
 
 
 @pytest.mark.parametrize("name", ["embedding", "lstm", "up", "mixed", "normed"])
@@ -553,7 +555,7 @@ def test_no_row_of_a_weight_norm_goes_whole(norm: Any, settings: dict[str, Any])
 
 
 def test_names_that_are_none_are_refused() -> None:
-    with pytest.raises(SiteError, match="take names or globs"):
+    with pytest.raises(SiteError, match="must be names or globs"):
         find_prunable(nn.Linear(4, 4), only=3)  # type: ignore[arg-type]
     with pytest.raises(SiteError, match="It has no parameters"):
         sc.prune(nn.Sequential(nn.ReLU()), [(torch.randn(2, 4), torch.zeros(2, 4))])
