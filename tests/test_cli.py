@@ -17,6 +17,7 @@ import torch
 
 import secateur as sc
 from secateur.cli import main
+from secateur.cli.prune import RECIPES
 from secateur.oneshot.recipes import NAMED, Recipe, read_recipe
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -116,6 +117,7 @@ def test_what_is_said(
 
 
 def test_recipes(tmp_path: Path) -> None:
+    assert tuple(NAMED) == RECIPES
     path = tmp_path / "mine.toml"
     path.write_text('score = "fisher"\nrounds = 3\nskip = ["*.0.*"]\nreconstruct = "every"\n')
     assert read_recipe(str(path)) == Recipe(score="fisher", rounds=3, skip=("*.0.*",), reconstruct="every")
