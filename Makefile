@@ -38,7 +38,7 @@ test: $(VENV)/.ready check test-core
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(WHEEL)/.ready: constraints.txt
 	$(PYTHON) -m venv $(WHEEL)

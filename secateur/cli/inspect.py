@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SUMMARY = "sparsity by layer, patterns, masks and bytes of a saved model"
 EXAMPLE = "secateur inspect pruned-smollm2 --out zeros.html"
 MASKS = "masks.safetensors"
+BEST = "best"  # where a run of `secateur train` keeps its best weights
 HEADER = ("tensor", "shape", "zeros", "sparsity", "patterns", "dense", "packed")
 
 
@@ -43,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
     folder = Path(options.model).expanduser()
     masks = load_masks(folder) if (folder / MASKS).is_file() else None
     found, left_out = inspect_tensors(_tensors(options.model), masks)
+    found.sort(key=_natural)
     if not found:
         raise ModelError(f"{options.model} has no weights of two or more dimensions: there is nothing to inspect.")
     print(text_table(HEADER, collapse([_row(one) for one in found])), end="\n\n")
@@ -62,7 +64,8 @@ def _tensors(model: str) -> Iterator[tuple[str, Tensor]]:
 
         yield from load(model)[0].named_parameters()
         return
-    files = [path for path in sorted(folder.glob("*.safetensors")) if path.name != MASKS]
+    places = (folder, folder / BEST)
+    files = next((found for place in places if (found := _weight_files(place))), [])
     if not files:
         raise ModelError(f"{folder} holds no .safetensors files. Name a folder that a model was saved in.")
     safetensors = library("safetensors", "Reading a model's files", '"secateur[hf]"')
@@ -73,6 +76,15 @@ def _tensors(model: str) -> Iterator[tuple[str, Tensor]]:
                     yield name, opened.get_tensor(name)
         except (safetensors.SafetensorError, OSError) as error:
             raise ModelError(f"{path} cannot be read: {error}. Save the model again.") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*.safetensors")) if path.name != MASKS]
+
+
+def _natural(one: Inspected) -> list[tuple[int, str]]:
+    """A key that puts layer 2 before layer 10."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in one.name.split(".")]
 
 
 def _row(one: Inspected) -> tuple[str, ...]:
@@ -96,7 +108,7 @@ def summary(found: list[Inspected], left_out: int, masked: bool) -> list[str]:
         f"Dense {_megabytes(dense)}; packed {_megabytes(packed)}, tensors that packing would enlarge left dense.",
     ]
     if not masked:
-        return [*lines, f"No {MASKS} in the folder: zeros were not compared with masks."]
+        return [*lines, "No masks were saved with it, so zeros were not compared with masks."]
     with_mask = [one for one in found if one.returned is not None]
     returned, unmasked = sum(one.returned or 0 for one in with_mask), sum(one.unmasked or 0 for one in with_mask)
     if returned:
