@@ -33,7 +33,7 @@ from secateur.errors import ScoreError, SecateurError, StateError
 from secateur.lab.config import OPTIMIZERS, PRECISIONS, SCHEDULES, Experiment, read_experiment
 from secateur.lab.runs import read_runs
 from secateur.lab.sweep import cells_of
-from secateur.oneshot.prune import Recipe, read_recipe
+from secateur.cli.prune import Recipe, read_recipe
 from secateur.selection import SCOPES, allocation, exact, tiles
 from secateur.selection import exact as pieces
 
