@@ -6,6 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -190,7 +191,8 @@ def test_importing_is_quick_beside_torch() -> None:
 def test_the_demo_says_what_it_needs(missing: str) -> None:
     for other in {"matplotlib", "rich"} - {missing}:
         pytest.importorskip(other)
-    code = "from secateur.cli import main; sys.exit(main(['demo', '--steps', '20', '--out', '/dev/null']))"
+    page = str(Path(tempfile.gettempdir()) / "secateur-test-never-written.html")
+    code = f"from secateur.cli import main; sys.exit(main(['demo', '--steps', '20', '--out', {page!r}]))"
     done = run_blocked(code, [missing])
     assert done.returncode == 2
     assert done.stderr.strip() == f"secateur: The demo needs {missing}: pip install 'secateur[demo]'."

@@ -165,7 +165,8 @@ def test_a_name_the_hub_does_not_know_is_one_line(tmp_path: Path) -> None:
     done = shell("prune", "nobody/nothing", cwd=tmp_path, env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")})
     assert done.returncode == 2
     said = done.stderr.strip().splitlines()[-1]
-    assert said.startswith("secateur: nobody/nothing cannot be loaded (it is no folder here, so the Hugging Face hub")
+    assert said.startswith("secateur: nobody/nothing cannot be loaded (")
+    assert "Hugging Face hub" in said
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "pruned-nothing").exists()
 
@@ -182,7 +183,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pyt
         ["demo", "--out", str(tmp_path / "file" / "report.html")],
     ):
         said = refused(capsys, main(words))
-        assert re.search("Nothing can be written|is no file|There is no folder", said), said
+        assert re.search("Nothing can be written|is no file|not a file|There is no folder", said), said
 
 
 def test_output_that_nobody_reads_ends_quietly() -> None:
