@@ -29,11 +29,11 @@ from torch import Tensor, nn
 import secateur as sc
 from secateur import selection
 from secateur.cli import main
+from secateur.cli.prune import Recipe, read_recipe
 from secateur.errors import ScoreError, SecateurError, StateError
 from secateur.lab.config import OPTIMIZERS, PRECISIONS, SCHEDULES, Experiment, read_experiment
 from secateur.lab.runs import read_runs
 from secateur.lab.sweep import cells_of
-from secateur.cli.prune import Recipe, read_recipe
 from secateur.selection import SCOPES, allocation, exact, tiles
 from secateur.selection import exact as pieces
 
