@@ -23,6 +23,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers
 
+from secateur.integrations import evaluation
+from secateur.integrations import folder as models
+from secateur.integrations import text as texts
 from secateur.integrations import transformers as hf
 from tests import tiny
 from tests.damage import damage, damages, hostile_pickle, refused, small_disk
@@ -77,7 +80,7 @@ def test_a_model_goes_in_and_a_folder_comes_out(
     masks = hf.load_masks(out)
     zeros = sum(int((model.get_parameter(name) == 0).sum()) for name in masks)
     assert zeros == record["pruned"] == sum(int((~mask).sum()) for mask in masks.values())
-    windows = hf.windows(tokenizer, (folder / "one.txt").read_text(), 16, 11)
+    windows = texts.windows(tokenizer, (folder / "one.txt").read_text(), 16, 11)
     assert hf.perplexity(model, windows[6:]) == pytest.approx(record["found"][1][1], rel=1e-5)
 
 
@@ -167,8 +170,8 @@ def test_models_that_are_judged_by_their_own_loss(
     model, tokenizer = hf.load(out)
     masks = hf.load_masks(out)
     assert sum(int((model.get_parameter(name) == 0).sum()) for name in masks) == record["pruned"] > 0
-    windows = hf.windows(tokenizer, (folder / "one.txt").read_text(), 16, 11)
-    task = hf.task_for(model, tokenizer)
+    windows = texts.windows(tokenizer, (folder / "one.txt").read_text(), 16, 11)
+    task = evaluation.task_for(model, tokenizer)
     assert task.judge(model, windows[6:], batch=2) == pytest.approx(after, rel=1e-5)
     dense, _ = hf.load(folder / "model")
     assert task.judge(dense, windows[6:]) == pytest.approx(first, rel=1e-5)
@@ -179,10 +182,10 @@ def test_what_a_masked_model_is_asked() -> None:
     """Every window has as many masked tokens, always the same, and only those have labels."""
     tokenizer, model = tiny.tokenizer(), tiny.bert().eval()
     with pytest.raises(sc.SecateurError, match="its tokenizer has no mask token"):
-        hf.task_for(model, tokenizer)
+        evaluation.task_for(model, tokenizer)
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
     windows = torch.randint(1, 90, (4, 20), generator=torch.Generator().manual_seed(0))
-    task = hf.task_for(model, tokenizer)
+    task = evaluation.task_for(model, tokenizer)
     batches = task.batches(windows, 3)
     ids, labels = (torch.cat([batch[key] for batch in batches]) for key in ("input_ids", "labels"))
     hidden = ids == tokenizer.mask_token_id
@@ -199,7 +202,7 @@ def test_what_a_masked_model_is_asked() -> None:
 def test_an_encoder_decoder_writes_the_second_half() -> None:
     model = encoder_decoder("T5").eval()
     windows = torch.randint(1, 90, (3, 9), generator=torch.Generator().manual_seed(0))
-    task = hf.task_for(model, tiny.tokenizer())
+    task = evaluation.task_for(model, tiny.tokenizer())
     expected = model(input_ids=windows[:, :5], labels=windows[:, 5:].contiguous()).loss.item()
     assert task.judge(model, windows, batch=2) == pytest.approx(expected, rel=1e-5)
     with pytest.raises(sc.SecateurError, match="perplexity needs a causal model"):
@@ -259,7 +262,7 @@ def never_loaded(*_: Any, **__: Any) -> Any:
 def test_a_folder_that_cannot_be_is_refused_before_the_work(
     verb: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf, "load", never_loaded)
+    monkeypatch.setattr(models, "load", never_loaded)
     (folder / "mine").mkdir()
     (folder / "mine" / "thesis.txt").write_text("years of work")
     for out, more, said in (
@@ -293,7 +296,7 @@ def test_a_second_job_for_a_folder_is_refused_at_once(
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         with monkeypatch.context() as patched:
-            patched.setattr(hf, "load", never_loaded)
+            patched.setattr(models, "load", never_loaded)
             said = refused(capsys, run(folder, "prune", "--out", str(folder / "out")))
         assert "Another process is writing" in said
         for verb in (["data", str(folder / "one.txt"), "--out"], ["demo", "--out"]):
@@ -382,7 +385,7 @@ def test_a_collapse_is_not_passed_over(
     verb: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = iter((75.8, 921.0))
-    monkeypatch.setattr(hf, "perplexity", lambda *_, **__: next(figures))
+    monkeypatch.setattr(evaluation, "perplexity", lambda *_, **__: next(figures))
     assert run(folder, verb, "--out", "out") == 0
     shown = capsys.readouterr()
     assert re.fullmatch(r"Perplexity: dense 75.8 -> 921 at [\d.]+ %: \+1,115 %", shown.out.splitlines()[-1])

@@ -12,6 +12,7 @@ import torch
 
 from secateur.errors import ModelError, SecateurError
 from secateur.integrations import smollm2, transformers
+from secateur.integrations import text as texts
 from tests import tiny
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need gguf, which is not installed")
@@ -115,4 +116,4 @@ def test_the_real_one_knows_english() -> None:
         " structures in the world, and millions of people visit it every year."
     )
     # 6.5 as it should be; 23.8 where rows of queries and keys stay in llama.cpp's order.
-    assert transformers.perplexity(model, transformers.windows(tokenizer, text, 64, 1)) < 10
+    assert transformers.perplexity(model, texts.windows(tokenizer, text, 64, 1)) < 10

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import ModelError, SecateurError
-from secateur.integrations import smollm2
+from secateur.integrations import evaluation, smollm2
+from secateur.integrations import folder as models
 from secateur.integrations import transformers as hf
 from tests import tiny
 from tests.test_api import run_blocked
@@ -53,7 +54,7 @@ def test_where_nothing_is_named_the_first_kind_that_fits_is_taken() -> None:
 
     def kind(config: Any, *names: str) -> str:
         config.architectures = list(names)
-        return hf._kind(transformers, config).__name__
+        return models._kind(transformers, config).__name__
 
     assert kind(transformers.LlamaConfig()) == kind(transformers.LlamaConfig(), "pipeline") == "AutoModelForCausalLM"
     assert kind(transformers.DistilBertConfig()) == "AutoModelForMaskedLM"
@@ -149,19 +150,19 @@ def test_a_library_that_lacks_something_itself_says_so(monkeypatch: pytest.Monke
 
 
 def test_contexts() -> None:
-    hf.check_context(tiny.gpt2(), 32)
-    hf.check_context(tiny.llama(), 32)
-    hf.check_context(nn.Linear(2, 2), 10**9)
+    evaluation.check_context(tiny.gpt2(), 32)
+    evaluation.check_context(tiny.llama(), 32)
+    evaluation.check_context(nn.Linear(2, 2), 10**9)
     with pytest.raises(
         ModelError, match="GPT2LMHeadModel has 32 learned positions, and a context of 33 was asked for."
     ):
-        hf.check_context(tiny.gpt2(), 33)
+        evaluation.check_context(tiny.gpt2(), 33)
     with pytest.raises(ModelError, match="BertModel has 32 learned positions, .* Use at most 32."):
-        hf.check_context(tiny.bert("BertModel"), 40)
+        evaluation.check_context(tiny.bert("BertModel"), 40)
     with pytest.warns(
         UserWarning, match="LlamaForCausalLM was made for 32 tokens; with 33 its perplexity may be worse."
     ):
-        hf.check_context(tiny.llama(), 33)
+        evaluation.check_context(tiny.llama(), 33)
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("Roberta", 30), ("OPT", 32)])
@@ -172,10 +173,10 @@ def test_contexts_of_tables_with_an_offset(kind: str, limit: int) -> None:
     config = getattr(transformers, f"{kind}Config")(**sizes, intermediate_size=16, max_position_embeddings=32)
     config.word_embed_proj_dim = 16
     model = getattr(transformers, f"{kind}Model")(config).eval()
-    hf.check_context(model, limit)
+    evaluation.check_context(model, limit)
     model(torch.full((1, limit), 5))  # so long it can be
     with pytest.raises(ModelError, match=f"has {limit} learned positions"):
-        hf.check_context(model, limit + 1)
+        evaluation.check_context(model, limit + 1)
 
 
 def plainly(model: Any, rows: Tensor) -> float:
@@ -191,7 +192,7 @@ def plainly(model: Any, rows: Tensor) -> float:
 @pytest.mark.parametrize("make", [tiny.llama, tiny.gpt2])
 @pytest.mark.parametrize("batch", [1, 2, 8])
 def test_perplexity_is_that_of_a_plain_loop(make: Any, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf, "POSITIONS", 7)
+    monkeypatch.setattr(evaluation, "POSITIONS", 7)
     model = make(initializer_range=0.5).eval()
     rows = torch.randint(0, tiny.VOCABULARY, (5, 23))
     told: list[tuple[int, int]] = []
@@ -295,7 +296,7 @@ def test_a_lack_of_memory_stays_what_it_is(error: Exception, tmp_path: Path, mon
         with pytest.raises(type(error), match=str(error)) as found:
             hf.load(folder, device="cpu")
         assert found.value is error
-    with pytest.raises(type(error), match=str(error)) as found, hf.reading(tiny.llama()):
+    with pytest.raises(type(error), match=str(error)) as found, evaluation.reading(tiny.llama()):
         raise error
     assert found.value is error
 

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from secateur.bench.measuring import ratio
 from secateur.errors import SecateurError, nearest
-from secateur.integrations import transformers
+from secateur.integrations import text
+from secateur.integrations.evaluation import perplexity
+from secateur.integrations.folder import load
 from secateur.lab import record
 from secateur.oneshot.probe import probe
 from secateur.oneshot.prune import prune
@@ -69,9 +71,9 @@ def run(options: argparse.Namespace) -> int:
     device: torch.device = options.device
     methods = chosen_methods(options)
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, for every method and evaluation
-    model, tokenizer = transformers.load(options.model, dtype=torch.float32, device=device)
-    windows = transformers.windows(tokenizer, transformers.read_text(options.text), options.context, options.windows)
-    calibration, evaluation = transformers.split(windows)
+    model, tokenizer = load(options.model, dtype=torch.float32, device=device)
+    read = text.windows(tokenizer, text.read_text(options.text), options.context, options.windows)
+    calibration, evaluation = text.split(read)
     dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     data: dict[str, Any] = {
         "seed": 0,
@@ -79,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         "scores": options.scores,
         "context": options.context,
         "windows": [len(calibration), len(evaluation)],
-        "dense": transformers.perplexity(model, evaluation, batch=options.batch),
+        "dense": perplexity(model, evaluation, batch=options.batch),
         "cells": [],
     }
     print(f"dense: {data['dense']:.3f}", flush=True)
@@ -103,7 +105,7 @@ def measure(
     """Prune by one method to one sparsity or pattern: calibrate on `some` windows, evaluate on `others`."""
     settings = dict(method.settings) | ({"pattern": pattern} if pattern else {})
     if method.work is probe:
-        settings["evaluate"] = lambda model: transformers.perplexity(model, others, batch=batch)
+        settings["evaluate"] = lambda model: perplexity(model, others, batch=batch)
     if not bool(torch.isfinite(next(model.parameters())).all()):
         raise SecateurError("The dense weights are not finite.")
     began = time.perf_counter()
@@ -114,7 +116,7 @@ def measure(
         "pattern": pattern,
         "sparsity": outcome.sparsity,
         "exact": all(not bool(model.get_parameter(k)[~mask].any()) for k, mask in outcome.masks.items()),
-        "perplexity": transformers.perplexity(model, others, batch=batch),
+        "perplexity": perplexity(model, others, batch=batch),
         "seconds": seconds,
         "stages": {stage.name: stage.seconds for stage in outcome.stages},
         "peak_bytes": max((s.peak_bytes for s in outcome.stages if s.peak_bytes), default=None),

@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         check_file(options.out)
     import_torch()
-    from secateur.integrations.transformers import load_masks
     from secateur.model.inspect import inspect_tensors
+    from secateur.model.mask_files import load_masks
     from secateur.report import collapse, text_table
 
     folder = Path(options.model).expanduser()
@@ -60,7 +60,7 @@ def _tensors(model: str) -> Iterator[tuple[str, Tensor]]:
     """Named weights, from the files of a folder one at a time, or from a model that Hugging Face loads."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        from secateur.integrations.transformers import load
+        from secateur.integrations.folder import load
 
         yield from load(model)[0].named_parameters()
         return

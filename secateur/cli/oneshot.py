@@ -63,7 +63,7 @@ def device_for(options: argparse.Namespace) -> str:
 def run_job(options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcome]) -> int:
     """Check and claim the folder, then do the work: nothing long is done for a folder that cannot be written."""
     import_torch()
-    from secateur.integrations.transformers import check_free
+    from secateur.integrations.folder import check_free
 
     folder = options.out or Path(f"pruned-{Path(options.model).name}")
     with claimed(folder):
@@ -81,7 +81,8 @@ def run_job(options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcom
 def _run_in(folder: Path, options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcome]) -> int:
     import torch
 
-    from secateur.integrations import transformers
+    from secateur.integrations.evaluation import check_context, task_for
+    from secateur.integrations.folder import load, saved_bytes
     from secateur.oneshot.batches import check_ids
     from secateur.progress import Stages
     from secateur.report import render
@@ -90,11 +91,11 @@ def _run_in(folder: Path, options: argparse.Namespace, work: Callable[[Any, list
     stages = Stages(torch.device(device), show=True)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     with stages.stage("load"):
-        model, tokenizer = transformers.load(options.model, dtype=dtype, device=None if options.stream else device)
-    task = transformers.task_for(model, tokenizer)
-    check_room(folder, transformers.saved_bytes(model))
+        model, tokenizer = load(options.model, dtype=dtype, device=None if options.stream else device)
+    task = task_for(model, tokenizer)
+    check_room(folder, saved_bytes(model))
     calibration, evaluation = _texts(options, tokenizer, torch.device(device).type)
-    transformers.check_context(model, calibration.shape[1])
+    check_context(model, calibration.shape[1])
     check_ids(model, [calibration])
     moved = _crossing(model, task.batches(calibration[:1], 1)[0], device) if options.stream else nullcontext
     judge = Judge(model, tokenizer, task, evaluation, options, stages, moved)
@@ -131,12 +132,12 @@ class Judge:
 
     def __call__(self, when: str) -> list[tuple[str, float]]:
         """Named figures, the perplexity or loss first."""
-        from secateur.integrations import transformers
+        from secateur.integrations.evaluation import lm_eval, reading
 
         task, windows, batch = self.task, self.evaluation, self.options.batch
         with (
             self.moved(),
-            transformers.reading(self.model),
+            reading(self.model),
             self.stages.stage(f"{task.measure} {when}", len(windows)) as tick,
         ):
             figure = task.judge(self.model, windows, batch=batch, progress=lambda *_: tick())
@@ -144,7 +145,7 @@ class Judge:
         if self.options.eval:
             with self.moved():
                 tasks = self.options.eval.removeprefix(HARNESS).split(",")
-                answers = transformers.lm_eval(self.model, self.tokenizer, tasks)
+                answers = lm_eval(self.model, self.tokenizer, tasks)
             found += [(f"{name} {when}", value) for name, value in answers.items()]
         return found
 
@@ -196,16 +197,16 @@ def _save(
     model: Any, tokenizer: Any, folder: Path, outcome: Outcome, texts: Mapping[str, str], overwrite: bool
 ) -> None:
     """Save the model; if the folder cannot be written after all, save it among temporary files and say so."""
-    from secateur.integrations import transformers
+    from secateur.integrations.folder import save
 
     try:
-        transformers.save(model, tokenizer, folder, outcome.masks, texts, overwrite=overwrite)
+        save(model, tokenizer, folder, outcome.masks, texts, overwrite=overwrite)
         return
     except SaveError as error:
         failed = error
     other = Path(tempfile.gettempdir()) / f"secateur-{uuid.uuid4().hex[:8]}" / folder.name
     try:
-        transformers.save(model, tokenizer, other, outcome.masks, texts)
+        save(model, tokenizer, other, outcome.masks, texts)
     except SaveError as error:
         raise SaveError(f"{failed} Nothing is saved: {error} Free some space, and run it again.") from error
     raise SaveError(f"{failed} The pruned model is in {other} instead: move it from there.") from failed
@@ -224,7 +225,7 @@ def _crossing(model: Any, batch: Any, device: str) -> Callable[[], AbstractConte
 
 def _texts(options: argparse.Namespace, tokenizer: Any, kind: str) -> tuple[Tensor, Tensor]:
     """Calibration windows and evaluation windows, never the same text. Fills in the default batch."""
-    from secateur.integrations import transformers
+    from secateur.integrations.text import check_apart, read_text, split, windows
 
     context, some, others, batch = CPU if kind == "cpu" else GPU
     options.batch = options.batch or batch
@@ -236,12 +237,12 @@ def _texts(options: argparse.Namespace, tokenizer: Any, kind: str) -> tuple[Tens
             file=sys.stderr,
         )
     context, some, others = (own or usual for own, usual in zip(given, (context, some, others), strict=True))
-    text = transformers.read_text(options.data)
+    text = read_text(options.data)
     if options.eval_data is None:
-        return transformers.split(transformers.windows(tokenizer, text, context, some + others), some, others)
+        return split(windows(tokenizer, text, context, some + others), some, others)
     if options.eval_data == options.data:
         raise TextError("--eval-data is the text of --data. Leave it out: what follows the calibration evaluates.")
-    calibration = transformers.windows(tokenizer, text, context, some)
-    evaluation = transformers.windows(tokenizer, transformers.read_text(options.eval_data), context, others)
-    transformers.check_apart(calibration, evaluation)
+    calibration = windows(tokenizer, text, context, some)
+    evaluation = windows(tokenizer, read_text(options.eval_data), context, others)
+    check_apart(calibration, evaluation)
     return calibration, evaluation

@@ -12,8 +12,8 @@ from typing import Any
 
 from secateur.errors import DataError, library
 from secateur.files import appearing, check_folder, check_room, claimed, existing_folder, write
+from secateur.integrations.folder import check_free
 from secateur.integrations.text import BETWEEN, PIECE, VOCABULARY, read_documents, token_pieces
-from secateur.integrations.transformers import check_free
 
 CODES = {"uint16": "H", "uint32": "I"}  # as Python's arrays call them
 LETTERS = 4  # of a token, about, where tokens are not bytes
