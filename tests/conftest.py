@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -25,6 +25,14 @@ settings.load_profile("suite")
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_on() -> Iterator[None]:
+    """Fails a test after which one of torch's modes is still active: it would change what later tests compute."""
+    yield
+    active = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(), torch.is_grad_enabled()
+    assert active == (0, 0, True), active
 
 
 class Block(nn.Module):

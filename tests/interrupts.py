@@ -43,7 +43,7 @@ def lines_of(work: Callable[[], Any], stop: int | None = None) -> int:
 
 def unharmed(model: nn.Module, work: Callable[[nn.Module], Any], stops: int) -> int:
     """Interrupt some work on a model at so many lines drawn from all, the last ones among them, and see that its
-    weights are as they were; how often it was interrupted. (Now and then work takes some lines fewer than counted.)"""
+    weights and torch's modes are as they were; how often it was interrupted. (Now and then work takes some lines fewer than counted.)"""
     work(copy.deepcopy(model))  # the first time takes more lines
     before, lines, raised = bits(model), lines_of(lambda: work(copy.deepcopy(model))), 0
     draw = random.Random(0)
@@ -53,8 +53,14 @@ def unharmed(model: nn.Module, work: Callable[[nn.Module], Any], stops: int) -> 
             lines_of(lambda: work(mine), stop)  # noqa: B023
         except KeyboardInterrupt:
             raised += 1
+            assert modes() == (0, 0, True), (stop, modes())
             assert all(torch.equal(now, then) for now, then in zip(bits(mine), before, strict=True)), stop
     return raised
+
+
+def modes() -> tuple[int, int, bool]:
+    """Active function modes, active dispatch modes, and whether gradients are enabled."""
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(), torch.is_grad_enabled()
 
 
 def bits(model: nn.Module) -> list[Tensor]:

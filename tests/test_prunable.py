@@ -518,8 +518,8 @@ def test_a_pattern_leaves_out_what_cannot_take_it(settings: dict[str, Any]) -> N
     assert {row.name for row in report.tensors} == {"6.weight"} | convolution
     assert report.sparsity == 0.5
     left = {name: reason for name, _, reason in report.left_out}
-    assert left["7.weight"] == "its shape does not divide into 2:4; sparsity counts the others alone"
-    assert "sparsity counts the others alone" in left["0.weight"]
+    assert left["7.weight"] == "its shape does not divide into 2:4; sparsity counts the other layers"
+    assert "sparsity counts the other layers" in left["0.weight"]
     assert "does not divide into 2:4" in str(report)
     assert bool((model[0].weight != 0).all())
     with pytest.raises(PatternError, match="'0.weight' of shape .* cannot be tiled by '2:4'"):

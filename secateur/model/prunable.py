@@ -111,7 +111,7 @@ def unfit_for(pattern: Pattern | None) -> Unfit:
     def unfit(prunable: Prunable) -> str | None:
         if pattern is None or fits(prunable.parameter.shape, prunable.layout, pattern):
             return None
-        return f"its shape does not divide into {pattern.text}; sparsity counts the others alone"
+        return f"its shape does not divide into {pattern.text}; sparsity counts the other layers"
 
     return unfit
 

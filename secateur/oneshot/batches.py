@@ -301,11 +301,31 @@ def parameters_in_bf16(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restore_on_error() -> Iterator[list[Callable[[], None]]]:
-    """On any exception, also Ctrl-C, calls the functions that were appended to the list, last one first."""
+    """On any exception, also Ctrl-C, calls the functions that were appended to the list, last one first.
+
+    Restores torch's modes too: Ctrl-C between the body of a `with` and its exit skips that exit.
+    """
     undo: list[Callable[[], None]] = []
+    restore_modes = _modes_now()
     try:
         yield undo
     except BaseException:
+        restore_modes()
         for step in reversed(undo):
             step()
         raise
+
+
+def _modes_now() -> Callable[[], None]:
+    """A function that switches off function and dispatch modes entered from now on, and restores the gradient mode."""
+    gradients = torch.is_grad_enabled()
+    functions, dispatches = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+
+    def restore() -> None:
+        while torch._C._len_torch_function_stack() > functions:
+            torch.overrides._pop_mode()
+        while torch._C._len_torch_dispatch_stack() > dispatches:
+            torch.utils._python_dispatch._pop_mode()
+        torch.set_grad_enabled(gradients)
+
+    return restore
