@@ -42,8 +42,9 @@ def lines_of(work: Callable[[], Any], stop: int | None = None) -> int:
 
 
 def unharmed(model: nn.Module, work: Callable[[nn.Module], Any], stops: int) -> int:
-    """Interrupt some work on a model at so many lines drawn from all, the last ones among them, and see that its
-    weights and torch's modes are as they were; how often it was interrupted. (Now and then work takes some lines fewer than counted.)"""
+    """Interrupt some work on a model at so many lines drawn from all, the last ones among them, and check that its
+    weights and modes of torch are as they were. Returns how often it was interrupted: sometimes work takes a few lines
+    fewer than counted."""
     work(copy.deepcopy(model))  # the first time takes more lines
     before, lines, raised = bits(model), lines_of(lambda: work(copy.deepcopy(model))), 0
     draw = random.Random(0)
