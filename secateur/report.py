@@ -127,7 +127,7 @@ class Report:
             )
             for row in self.tensors
         ]
-        table = text_table(("tensor", "shape", "pruned", "sparsity", "cut"), collapse(rows))
+        table = text_table(("tensor", "shape", "pruned", "sparsity", "cut"), collapse(rows, ranged=4))
         return "\n".join((*self._summary(), "", table, "", *self._notes()))
 
     def _summary(self) -> list[str]:
@@ -207,29 +207,40 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (escaped[0], rule, *escaped[1:]))
 
 
-def collapse(rows: Sequence[Sequence[str]], least: int = 3) -> list[Sequence[str]]:
+def collapse(rows: Sequence[Sequence[str]], least: int = 3, ranged: int | None = None) -> list[Sequence[str]]:
     """One row for rows that differ only in the numbers of their layers: "24 layers alike: layers.*.mlp.weight".
 
-    The first cell is the name. Fewer than `least` rows are left as they are.
+    The first cell is the name. The cell `ranged`, a number, may differ too and becomes a range. Fewer than `least` rows
+    are left as they are.
     """
     groups: dict[tuple[str, ...], list[Sequence[str]]] = {}
     for row in rows:
-        groups.setdefault(_kind_of(row), []).append(row)
+        groups.setdefault(_kind_of(row, ranged), []).append(row)
     found: list[Sequence[str]] = []
     for row in rows:
-        members = groups[_kind_of(row)]
+        members = groups[_kind_of(row, ranged)]
         if len(members) < least:
             found.append(row)
         elif row is members[0]:
             words = zip(*(member[0].split(".") for member in members), strict=True)
             name = ".".join(one[0] if len(set(one)) == 1 else "*" for one in words)
-            found.append((f"{len(members)} layers alike: {name}", *row[1:]))
+            cells = [f"{len(members)} layers alike: {name}", *row[1:]]
+            if ranged is not None:
+                cells[ranged] = _range([member[ranged] for member in members])
+            found.append(tuple(cells))
     return found
 
 
-def _kind_of(row: Sequence[str]) -> tuple[str, ...]:
-    """The row with the numbers in its name left out."""
-    return (".".join("*" if word.isdecimal() else word for word in row[0].split(".")), *row[1:])
+def _kind_of(row: Sequence[str], ranged: int | None) -> tuple[str, ...]:
+    """The row without the numbers in its name and without the cell that may differ."""
+    name = ".".join("*" if word.isdecimal() else word for word in row[0].split("."))
+    return (name, *(cell for number, cell in enumerate(row) if number not in (0, ranged)))
+
+
+def _range(cells: Sequence[str]) -> str:
+    """The least and the greatest of some numbers; "-" stands for none."""
+    numbers = sorted((cell for cell in set(cells) if cell != "-"), key=float)
+    return " to ".join(numbers[:: max(1, len(numbers) - 1)]) or "-"
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -299,6 +299,11 @@ def test_rows_that_are_alike_are_collapsed() -> None:
         "head.weight",
     ]
     assert collapse(rows[:2]) == rows[:2]
+    cuts = [(f"layers.{n}.w", "50%", cut) for n, cut in enumerate(("0.3", "1e-05", "-", "2"))]
+    assert collapse(cuts) == cuts
+    assert collapse(cuts, ranged=2) == [("4 layers alike: layers.*.w", "50%", "1e-05 to 2")]
+    assert collapse([(name, share, "0.5") for name, share, _ in cuts], ranged=2)[0][2] == "0.5"
+    assert collapse([(name, share, "-") for name, share, _ in cuts], ranged=2)[0][2] == "-"
     experts = [(f"layers.0.experts.{n}.w", "1") for n in range(3)] + [("layers.1.q", "1"), ("layers.2.q", "1")]
     assert collapse(experts) == [("3 layers alike: layers.0.experts.*.w", "1"), *experts[3:]]
 
