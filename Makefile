@@ -11,7 +11,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,activations allocation calibration default_dtype masks optim patterns \
 	probe prunable prune pruner reconstruction regrowth report schedules scores selection spam))
 
-.PHONY: demo test test-core check docs wheel soak mutants bench-select readme clean
+.PHONY: demo test test-core check docs wheel soak mutants bench-select gpu readme clean
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -80,6 +80,16 @@ mutants: $(VENV)/.ready
 
 bench-select: $(VENV)/.ready
 	$(BIN)/secateur bench select
+
+# On a machine with an NVIDIA GPU: every GPU test, then fresh records of the four benchmarks the README quotes.
+# GPU_PYTHON may be any Python with torch, triton and pytest; nothing is installed.
+GPU_PYTHON ?= python3
+gpu:
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -q -m gpu
+	PYTHONPATH=. $(GPU_PYTHON) -m secateur bench select
+	PYTHONPATH=. $(GPU_PYTHON) -m secateur bench step
+	PYTHONPATH=. $(GPU_PYTHON) -m secateur bench scale
+	PYTHONPATH=. $(GPU_PYTHON) -m secateur bench pace --modes compile --steps 400
 
 readme: $(VENV)/.ready
 	$(BIN)/python -m tools.tables
