@@ -495,6 +495,9 @@ def test_a_saved_adapter_loads_beside_another(saved: tuple[Path, Tensor]) -> Non
     folder, expected = saved
     model = load(get_peft_model(pruned(), LoraConfig(target_modules=["k_proj"])), folder, "second")
     assert list(model.peft_config) == ["default", "second"]
+    assert not any(w.requires_grad for name, w in model.named_parameters() if "second" in name)
+    load(model, folder, "third", is_trainable=True)
+    assert all(w.requires_grad for name, w in model.named_parameters() if "third" in name)
     model.set_adapter("second")
     assert torch.equal(output(model.eval()), expected)
 
@@ -620,6 +623,7 @@ class Odd(nn.Module):
         self.experts = nn.ParameterDict({"stack": nn.Parameter(torch.randn(3, 8, 8))})
         self.eight = nn.Linear(8, 8)
         self.saved = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
 
 
 @pytest.mark.parametrize(
@@ -637,7 +641,7 @@ def test_layers_that_cannot_be_masked(target: str, reason: str) -> None:
         model.eight.weight = nn.Parameter(model.eight.weight.to(torch.float8_e4m3fn), requires_grad=False)
     where = {"target_parameters": [target]} if "." in target else {"target_modules": [target, "linear"]}
     adapter = get_peft_model(copy.deepcopy(model), LoraConfig(r=2, **where), autocast_adapter_dtype=False)
-    with pytest.raises(ModelError, match=f"'{target.partition('.')[0]}' has zeros .*: {reason}. Leave it out of"):
+    with pytest.raises(ModelError, match=f"cannot mask '{target.partition('.')[0]}', .*: {reason}. Leave it out"):
         keep_zeros(adapter)
     if "." not in target:  # the same, when it comes later
         later = keep_zeros(get_peft_model(model, LoraConfig(r=2, target_modules=["linear"])))
@@ -661,8 +665,36 @@ def test_an_embedding_without_zeros_is_left_alone() -> None:
 
 
 def test_modules_to_save_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    keep_zeros(get_peft_model(halved(Odd()), LoraConfig(r=2, target_modules=["linear"], modules_to_save=["saved"])))
+    config = LoraConfig(r=2, target_modules=["linear"], modules_to_save=["saved", "norm"])
+    keep_zeros(get_peft_model(halved(Odd()), config))
+    assert "norm" not in caplog.text
     assert "saved is in modules_to_save, trains all its weights and loses its zeros" in caplog.text
+
+
+def test_a_base_without_float_weights_is_refused() -> None:
+    """GPTQ and its like keep integers in buffers, where zeros cannot be seen."""
+
+    class Packed(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            weight = self.weight.detach().to(torch.int8)
+            del self.weight
+            self.register_buffer("weight", weight)
+
+    model = halved(Odd())
+    model.eight = Packed()
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["linear", "eight"]))
+    with pytest.raises(ModelError, match="cannot mask 'eight', .*: its weight is quantized"):
+        keep_zeros(model)
+
+
+def test_zeros_that_come_later_are_kept_too() -> None:
+    model = keep_zeros(adapted())
+    layer = next(iter(masked(model).values()))
+    with torch.no_grad():
+        layer.get_base_layer().weight[0] = 0
+    before = zeros(model)
+    assert same(zeros(model.merge_and_unload()), before)
 
 
 def test_what_is_not_a_peft_model_or_already_merged() -> None:

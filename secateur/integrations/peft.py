@@ -85,6 +85,7 @@ def load(
         config.inference_mode = not options.get("is_trainable", False)
         loaded.add_adapter(adapter_name, config)
         loaded.load_adapter(folder, adapter_name, **options)
+        loaded.set_requires_grad(adapter_name, options.get("is_trainable", False))
         undo = partial(loaded.delete_adapter, adapter_name)
     else:
         loaded = peft.PeftModel.from_pretrained(model, folder, adapter_name, config=config, **options)
@@ -123,7 +124,9 @@ class KeepZerosLoraModel(peft.LoraModel):
 
     def _check_new_adapter_config(self, config: Any) -> None:
         super()._check_new_adapter_config(config)
-        _check_config(next(name for name, known in self.peft_config.items() if known is config), config)
+        for name, known in self.peft_config.items():
+            if known is config:
+                _check_config(name, config)
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **options: Any) -> None:
         super().inject_adapter(model, adapter_name, *args, **options)
@@ -392,7 +395,7 @@ def _layers(tuner: Any) -> dict[str, Any]:
     """Adapted layers whose base weight has zeros, by name. Raises where such a layer cannot be masked."""
     found = {}
     for name, layer in tuner.model.named_modules():
-        if isinstance(layer, ModulesToSaveWrapper) and _has_zeros(layer.original_module):
+        if isinstance(layer, ModulesToSaveWrapper) and any(map(_may_have_zeros, _matrices(layer.original_module))):
             log.warning("keep_zeros: %s is in modules_to_save, trains all its weights and loses its zeros", name)
         if not isinstance(layer, BaseTunerLayer):
             continue
@@ -402,10 +405,10 @@ def _layers(tuner: Any) -> dict[str, Any]:
             raise ModelError(
                 f"{name!r} has merged adapters, so the zeros of its base weight are gone. Call unmerge_adapter() first."
             )
-        elif _has_zeros(layer.get_base_layer()):
+        elif not (matrices := _matrices(layer.get_base_layer())) or any(map(_may_have_zeros, matrices)):
             if reason := _cannot_mask(layer):
                 raise ModelError(
-                    f"{name!r} has zeros in its base weight that keep_zeros cannot keep: {reason}. Leave it out of"
+                    f"keep_zeros cannot mask {name!r}, whose base has zeros or hides them: {reason}. Leave it out of"
                     " target_modules (or target_parameters)."
                 )
             found[name] = layer
@@ -414,10 +417,13 @@ def _layers(tuner: Any) -> dict[str, Any]:
     return found
 
 
-def _has_zeros(base: nn.Module) -> bool:
-    """Whether a module has zeros in its matrices, or matrices in which zeros cannot be seen, such as quantized ones."""
-    matrices = [weight for weight in base.parameters() if weight.ndim > 1]
-    return not matrices or any(_is_quantized(weight) or bool((weight == 0).any()) for weight in matrices)
+def _matrices(module: nn.Module) -> list[Tensor]:
+    return [weight for weight in module.parameters() if weight.ndim > 1]
+
+
+def _may_have_zeros(weight: Tensor) -> bool:
+    """Whether a weight has zeros, or is stored so that they cannot be seen."""
+    return _is_quantized(weight) or bool((weight == 0).any())
 
 
 def _is_quantized(weight: Tensor) -> bool:
@@ -427,7 +433,7 @@ def _is_quantized(weight: Tensor) -> bool:
 def _cannot_mask(layer: Any) -> str | None:
     """Why a layer with zeros cannot be masked, or None."""
     base = layer.get_base_layer()
-    matrices = [weight for weight in base.parameters() if weight.ndim > 1]
+    matrices = _matrices(base)
     if not matrices or any(map(_is_quantized, matrices)):
         return "its weight is quantized, sharded or otherwise not one plain number per weight"
     if type(layer) not in MASKED:
