@@ -20,12 +20,13 @@ from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from secateur.errors import ModelError
-from secateur.selection.masks import PART, pack, unpack
+from secateur.selection.masks import PART, apply
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -158,9 +159,8 @@ class MaskedLayer(LoraLayer):
 
     def zeros(self) -> Tensor:
         """True where the base weight is zero without any adapter. A merged weight may be zero by chance elsewhere."""
-        if self.before_merge is not None:
-            return ~self.before_merge.kept_mask()
-        return cast(Tensor, self.get_base_layer().weight == 0)
+        weight = self.get_base_layer().weight
+        return cast(Tensor, (weight if self.before_merge is None else self.before_merge.weight.to(weight.device)) == 0)
 
     def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
         """A and scaling * B as matrices. A convolution's kernel is part of A's columns."""
@@ -177,8 +177,23 @@ class MaskedLayer(LoraLayer):
         half = a.device.type == "cpu" and a.dtype.itemsize < 4  # as PEFT does: slow on many CPUs
         product = (b.float() @ a.float()).to(a.dtype) if half else b @ a
         zeros = self.zeros().to(a.device)
-        delta = product.t() if getattr(self, "fan_in_fan_out", False) else product.view(zeros.shape)
-        return delta.masked_fill(zeros, 0)  # infinity times zero would be NaN
+        delta = product.t().contiguous() if getattr(self, "fan_in_fan_out", False) else product.view(zeros.shape)
+        if torch.is_grad_enabled():
+            return delta.masked_fill(zeros, 0)  # infinity times zero would be NaN
+        apply([delta], [~zeros])
+        return delta
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As PEFT does; for inference with the weight that merging would write, so that outputs agree to the bit."""
+        base = self.get_base_layer()
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        usual = args or kwargs or self.training or self.merged or self.disable_adapters or base is not self.base_layer
+        if usual or torch.is_grad_enabled() or any(self.lora_bias[name] for name in active):
+            return cast(Tensor, super().forward(x, *args, **kwargs))
+        weight = base.weight
+        for name in active:
+            weight = MaskedProduct.merge_safe(self, name, weight)
+        return cast(Tensor, functional_call(base, {"weight": weight}, (x,), tie_weights=False))
 
     def resolve_lora_variant(self, *, config: Any, **options: Any) -> MaskedProduct:
         """PEFT asks this when an adapter is added to the layer; its config was checked before."""
@@ -213,21 +228,14 @@ class MaskedLayer(LoraLayer):
 
 
 class BaseWeights:
-    """A base layer's mask as bits, its nonzero weights and its bias, as they were before a merge."""
+    """A base layer's weight and bias as they were before a merge."""
 
     def __init__(self, base: Any) -> None:
-        weight = base.weight.detach()
-        kept = weight != 0
-        self.shape, self.bits, self.values = weight.shape, pack(kept), weight[kept]
+        self.weight = base.weight.detach().clone()
         self.bias = None if base.bias is None else base.bias.detach().clone()
 
-    def kept_mask(self) -> Tensor:
-        return unpack(self.bits, self.shape)
-
-    @torch.no_grad()
     def restore(self, base: Any) -> None:
-        weight = base.weight.data  # its device and dtype may have changed since
-        weight[self.kept_mask().to(weight.device)] = self.values.to(weight)
+        base.weight.data.copy_(self.weight)
         if self.bias is not None:
             base.bias.data.copy_(self.bias)
 
@@ -245,8 +253,8 @@ class MaskedProduct(lora.layer.LoraVariant):
 
     @staticmethod
     def merge_safe(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        merged = orig_weight + module.get_delta_weight(active_adapter)
-        return merged.to(orig_weight.dtype).where(~module.zeros(), orig_weight)  # keeps the sign of -0.0
+        with torch.no_grad():
+            return (orig_weight + module.get_delta_weight(active_adapter)).to(orig_weight.dtype)
 
     @staticmethod
     def merge_unsafe(module: Any, active_adapter: str, orig_weight: Tensor) -> None:
