@@ -206,10 +206,13 @@ def test_a_merge_that_fails_halfway_is_undone() -> None:
 def test_merging_is_right_in_bfloat16() -> None:
     model = keep_zeros(adapted().to(torch.bfloat16)).eval()
     before, expected = zeros(model), output(model)
-    assert expected.dtype == torch.bfloat16
+    with torch.no_grad():
+        exact = output(model)
+    assert expected.dtype == exact.dtype == torch.bfloat16
     merged = model.merge_and_unload()
     assert same(zeros(merged), before)
-    assert off(output(merged), expected) < 0.05  # merging rounds W + delta to 8 bits
+    assert torch.equal(output(merged), exact)
+    assert off(exact, expected) < 0.05  # merging rounds W + delta to 8 bits
     model = get_peft_model(pruned().to(torch.bfloat16), LoraConfig(target_modules=["q_proj"]))
     assert next(w for name, w in model.named_parameters() if "lora_A" in name).dtype == torch.float32
     keep_zeros(fill(model))
@@ -372,6 +375,9 @@ def test_compiled(name: str) -> None:
             factors = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
             wanted = torch.autograd.grad(expected.square().sum(), factors)
             torch.testing.assert_close(torch.autograd.grad(found.square().sum(), factors), wanted)
+            layer.eval()
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(x), layer(x))
 
 
 # What PEFT's users do with adapters
