@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from secateur import kernels
 from secateur.errors import PatternError, StateError
-from secateur.model.distributed import check_replicas, check_tile, is_sharded, like, local, peers_of, unwrap
+from secateur.model.distributed import check_replicas, is_sharded, like, local, peers_of, unwrap
 from secateur.model.facts import Facts
 from secateur.model.held import Held, SavedState, check_count, masks_in, read_saved, restore_facts, rounding, state_of
 from secateur.model.hooks import Handles, Listener, optimizers_in
@@ -21,6 +21,7 @@ from secateur.model.prunable import (
     LeftOut,
     check_current,
     check_readable,
+    check_tiles,
     find_prunable,
     nothing_to_prune,
     unfit_for,
@@ -34,7 +35,7 @@ from secateur.scores import Score, resolve
 from secateur.selection import Selection, Target, as_scope, check_choice, choose, quota_for
 from secateur.selection.exact import ScoredTensor
 from secateur.selection.masks import checksum, packed_bytes, to_bits
-from secateur.selection.tiles import Pattern, parse_pattern, tile_of
+from secateur.selection.tiles import Pattern, parse_pattern
 
 logger = logging.getLogger("secateur")
 
@@ -100,13 +101,13 @@ class Pruner:
         self._scheduled = 0.0  # what the schedule last returned
         self._carried = self._unsettled = False  # masks given or from other settings; and not updated since
         self._given: list[Tensor] | None = None  # masks given by name, as bits
-        self._checked = self._told = False
+        self._checked = self._told = False  # whether the first step was checked; a schedule below the masks, logged
         self._survey(skip, only)
+        if masks is not None:
+            self._take_given(masks)
         self._listener = Listener(self._optimizers, self._clock, self._facts, self._held)
         for masked in filter(None, self._masked):
             self._prepare(masked)
-        if masks is not None:
-            self._take_given(masks)
 
     def _prepare(self, optimizer: MaskedOptimizer) -> None:
         """Announce regrowth to an optimizer that applies masks itself, and warn if it will delay the last update."""
@@ -136,11 +137,7 @@ class Pruner:
             names = ", ".join(repr(item.name) for item in absent[:3])
             logger.warning("%d prunable tensors are not in the optimizer and stay dense: %s.", len(absent), names)
         self._peers = peers_of(prunable.parameter for prunable in self._prunables)
-        tiled = self.scope == "row" or self._pattern is not None
-        for prunable in self._prunables if tiled else ():
-            height = tile_of(prunable.name, prunable.parameter.shape, prunable.layout, self._pattern)[0]
-            meant = f"Pattern {self._pattern.text!r}" if self._pattern else "Scope 'row'"
-            check_tile(prunable.name, prunable.parameter, height, meant)
+        check_tiles(self._prunables, self.scope, self._pattern)
         self._held = Held([local(prunable.parameter.detach()) for prunable in self._prunables])
         self._gone = [0] * len(self._prunables)
         self._churn = [0] * len(self._prunables)
@@ -326,9 +323,13 @@ class Pruner:
     def _numel(self) -> int:
         return sum(prunable.parameter.numel() for prunable in self._prunables)
 
+    @property
+    def _score_text(self) -> str:
+        return "none" if self._holds else str(self.score)
+
     def __repr__(self) -> str:
         return (
-            f"Pruner(score={str(self.score)!r}, sparsity={self.sparsity:.4f} -> {described(self.schedule)},"
+            f"Pruner(score={self._score_text!r}, sparsity={self.sparsity:.4f} -> {described(self.schedule)},"
             f" step={self._clock.taken}, tensors={len(self._prunables)}, weights={self._numel:,})"
         )
 
@@ -345,7 +346,7 @@ class Pruner:
             for s, gone, churn, cut in zip(self._prunables, self._gone, self._churn, self._cuts, strict=True)
         ]
         return Report(
-            score="none" if self._holds else str(self.score),
+            score=self._score_text,
             schedule=str(self.schedule),
             scope=self.scope,
             pattern=self._pattern.text if self._pattern else None,

@@ -484,3 +484,22 @@ def test_a_holding_pruner_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert f"Holding {pruner.report().pruned} of 768 weights at zero" in caplog.text
     assert "hold" in repr(pruner)
     assert "score none" in str(pruner.report())
+
+
+@pytest.mark.parametrize("settings", [{"sparsity": None}, {"sparsity": sc.linear(0.9, begin=0, end=12), "every": 3}])
+def test_accelerate_saves_and_loads_it(settings: dict[str, Any], tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True)
+    plain, inputs = sparse("relu", 0.5)
+    model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), 0.01))
+    pruner = sc.Pruner(model, optimizer, masks="zeros", **settings)
+    accelerator.register_for_checkpointing(pruner.for_checkpointing())
+    run(model, inputs, optimizer, pruner, 7)
+    accelerator.save_state(str(tmp_path / "state"))
+    run(model, inputs, optimizer, pruner, 7)
+    expected, sparsity = copy.deepcopy(model.state_dict()), pruner.sparsity
+    accelerator.load_state(str(tmp_path / "state"))
+    assert pruner.report().step == 7
+    run(model, inputs, optimizer, pruner, 7)
+    assert pruner.sparsity == sparsity
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())

@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from secateur.errors import ModelError, SiteError, StateError
-from secateur.model.distributed import is_dtensor, local
+from secateur.model.distributed import check_tile, is_dtensor, local
 from secateur.model.kinds import (
     ADAPTER,
     ADAPTER_COPY,
@@ -32,7 +32,7 @@ from secateur.model.kinds import (
     originals,
     peft_parts,
 )
-from secateur.selection.tiles import Layout, Pattern, fits
+from secateur.selection.tiles import Layout, Pattern, fits, tile_of
 
 # Names that models give the layer that makes their output; it stays dense unless `only` names it. So does the last
 # layer inside a container with one of the third names. In repeated blocks the second and third may mean something
@@ -370,6 +370,14 @@ def check_current(model: nn.Module, prunables: Sequence[Prunable]) -> None:
                 " not reach the model. fully_shard, accelerator.prepare with FSDP2, tying weights and"
                 " load_state_dict(assign=True) replace parameters. Build optimizer and Pruner after them."
             )
+
+
+def check_tiles(prunables: Sequence[Prunable], scope: str, pattern: Pattern | None) -> None:
+    """Refuse rows, groups or blocks of weights that lie on different ranks."""
+    for prunable in prunables if scope == "row" or pattern is not None else ():
+        height = tile_of(prunable.name, prunable.parameter.shape, prunable.layout, pattern)[0]
+        meant = f"Pattern {pattern.text!r}" if pattern else "Scope 'row'"
+        check_tile(prunable.name, prunable.parameter, height, meant)
 
 
 def _is_offloaded(model: nn.Module) -> bool:

@@ -47,13 +47,15 @@ def given_masks(
     """
     if isinstance(given, str) and given == ZEROS:
         return _masks_of_zeros(prunables, held, over_all)
-    named = _by_prunable(_masks_in(given), prunables, left_out)
+    masks = _masks_in(given)
+    names = _names_of(masks, prunables, left_out)
     found = []
-    for number, prunable in enumerate(prunables):
-        if (mask := named.get(prunable.name)) is None:
-            found.append(held.masks[number].view(-1))  # all kept
+    for number, prunable in enumerate(prunables):  # one by one: bools of all weights take much memory
+        if prunable.name in names:
+            part = part_of(masks[names[prunable.name]], prunable.parameter)
+            found.append(held.stored(part.to(held.devices[number])))
         else:
-            found.append(held.stored(part_of(mask, prunable.parameter).to(held.devices[number])))
+            found.append(held.masks[number].view(-1))  # all kept
     return found
 
 
@@ -70,7 +72,7 @@ def _masks_of_zeros(
         logger.info("%d tensors are entirely zero, so they count as initialized to zero, not as pruned: %s.",
                     len(blank), ", ".join(map(repr, blank[:3])))  # fmt: skip
     found = []
-    for number, (weight, count) in enumerate(zip(weights, living, strict=True)):  # one by one: bools take much memory
+    for number, (weight, count) in enumerate(zip(weights, living, strict=True)):
         found.append(held.stored(weight != 0) if count else held.masks[number].view(-1))
     return found
 
@@ -94,13 +96,13 @@ def _masks_in(given: Any) -> Mapping[str, Tensor]:
     return found
 
 
-def _by_prunable(
+def _names_of(
     masks: Mapping[str, Tensor], prunables: Sequence[Prunable], left_out: Sequence[LeftOut]
-) -> dict[str, Tensor]:
-    """The masks by the names of the prunable tensors, or an error if one fits none of them."""
+) -> dict[str, str]:
+    """The name of the mask of each prunable tensor that has one, or an error if a mask fits no tensor."""
     known = {name: prunable for prunable in prunables for name in (prunable.name, *prunable.tied)}
     reasons = {item.name: item.reason for item in left_out}
-    found: dict[str, Tensor] = {}
+    found: dict[str, str] = {}
     for given in masks:
         name = plain_name(given)
         prunable = known.get(name) or known.get(name.removeprefix("module."))
@@ -115,7 +117,7 @@ def _by_prunable(
                 f"The mask of {given!r} is {what}; it must be torch.bool {list(prunable.parameter.shape)}, True where a"
                 " weight is kept."
             )
-        found[prunable.name] = mask
+        found[prunable.name] = given
     return found
 
 
