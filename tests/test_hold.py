@@ -300,6 +300,7 @@ KEPT = torch.ones(64, 16, dtype=torch.bool)
         ("zero", "masks='zero' is neither 'zeros' nor a folder with saved masks. Did you mean 'zeros'"),
         (Path("nowhere"), "There is no masks.safetensors in nowhere"),
         (7, "masks must be 'zeros', a mapping"),
+        (["zeros"], "masks must be 'zeros', a mapping.*got a list"),
     ],
 )
 def test_masks_that_do_not_fit_are_refused_and_nothing_changes(masks: Any, said: str, block: Block) -> None:
@@ -503,3 +504,36 @@ def test_accelerate_saves_and_loads_it(settings: dict[str, Any], tmp_path: Path)
     run(model, inputs, optimizer, pruner, 7)
     assert pruner.sparsity == sparsity
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("masks", ["zeros", "mapping"])
+def test_masks_held_as_bits_are_the_same(masks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Triton's interpreter: packed masks are given, held, saved, loaded and applied to copies as bools are."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+
+    def held(make: Any) -> tuple[sc.Pruner, nn.Module]:
+        model, inputs = sparse("relu", 0.5)
+        given: Any = masks if masks == "zeros" else {name: ~mask for name, mask in zeros(model).items()}
+        optimizer = make(model.parameters(), lr=0.01)
+        settings: dict[str, Any] = {"score": "magnitude", "sparsity": 0.7, "every": 2, "masks": given}
+        pruner = sc.Pruner(model, optimizer, **settings)
+        run(model, inputs, optimizer, pruner, 3)
+        other = sc.Pruner(model, optimizer, **settings)
+        other.load_state_dict(pruner.state_dict())
+        copied = copy.deepcopy(model)
+        for weight in prunable(copied).values():
+            weight.fill_(1)
+        other.apply_to(copied)
+        return other, copied
+
+    plain, copied = held(torch.optim.AdamW)
+    with monkeypatch.context() as patch:
+        patch.delenv("SECATEUR_KERNELS")
+        packed, other = held(torch.optim.AdamW)
+        ours, _ = held(sc.optim.AdamW)
+        assert packed._held.packed
+        assert all(torch.equal(mask, plain.masks[name]) for name, mask in packed.masks.items())
+    assert same(zeros(copied), zeros(other))
+    assert plain.sparsity == packed.sparsity == ours.sparsity == round(0.7 * 768) / 768
