@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import secateur as sc
 
@@ -38,6 +39,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "regrow": {"score": "magnitude", "regrow": "gradient"},
     "regrow-layer": {"score": "bitter7", "scope": "layer", "regrow": "gradient", "until": 16},
     "regrow-random": {"score": "magnitude", "regrow": "random", "until": 16},
+    "held": {"score": "variance", "masks": "given"},
+    "held-layer": {"score": "magnitude", "scope": "layer", "masks": "given"},
+    "hold": {"sparsity": None, "masks": "given"},
+    "zeros": {"score": "magnitude", "masks": "zeros"},
+    "hold-zeros": {"sparsity": None, "masks": "zeros"},
 }
 
 
@@ -51,7 +57,17 @@ def network(setting: str) -> nn.Module:
     model = nn.Sequential(nn.Linear(12, 37), nn.ReLU(), nn.Linear(37, 9), nn.Linear(9, 5, bias=False))
     if setting == "2:4":
         model = nn.Sequential(nn.Linear(12, 36), nn.ReLU(), nn.Linear(36, 8), nn.Linear(8, 5, bias=False))
+    if "zeros" in setting:
+        for name, mask in given(model).items():
+            model.get_parameter(name).data.mul_(mask)
     return model.to(torch.bfloat16) if setting == "bf16" else model
+
+
+def given(model: nn.Module) -> dict[str, Tensor]:
+    """Whole masks of two of the weights, half of them kept."""
+    generator = torch.Generator().manual_seed(5)
+    matrices = [(name, p) for name, p in model.named_parameters() if p.ndim == 2]
+    return {name: torch.rand(p.shape, generator=generator) < 0.5 for name, p in matrices[:2]}
 
 
 def gradients(model: nn.Module, step: int) -> None:
@@ -85,9 +101,11 @@ def shard(model: nn.Module, how: str) -> nn.Module:
 def run(how: str, setting: str, save: Path | None = None, load: Path | None = None) -> tuple[dict[str, Tensor], int]:
     """Masks and weights after twelve steps, and the bytes the largest update sent."""
     model = network(setting)
+    options = {"sparsity": sc.cubic(0.7, begin=0, end=11), **SETTINGS[setting]}
+    if options.get("masks") == "given":
+        options["masks"] = given(model)
     model = model if how == "single" else shard(model, how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options = {"sparsity": sc.cubic(0.7, begin=0, end=11), **SETTINGS[setting]}
     pruner = sc.Pruner(model, optimizer, every=4, **options)
     first = 1
     if load is not None:
@@ -140,6 +158,10 @@ def saved_by_one(setting: str, how: str = "fsdp") -> dict[str, Any]:
     pruner.step()
     found: dict[str, Any] = {}
     states = {"shards": pruner.state_dict(), "whole": {name: whole(one) for name, one in pruner.state_dict().items()}}
+    states["checkpointing"] = pruner.for_checkpointing().state_dict()
+    found["plain"] = all(type(one) is Tensor and one.device.type == "cpu" for one in states["checkpointing"].values())
+    found["masks"] = {name: whole(mask) for name, mask in pruner.masks.items()}
+    found["state"] = states["checkpointing"]
     for name, state in states.items():
         saved = io.BytesIO()
         torch.save(state, saved)
@@ -148,12 +170,61 @@ def saved_by_one(setting: str, how: str = "fsdp") -> dict[str, Any]:
         fresh = shard(network(setting), "fsdp")
         other = sc.Pruner(fresh, torch.optim.AdamW(fresh.parameters()), every=1, sparsity=0.7)
         try:
-            other.load_state_dict(torch.load(io.BytesIO(box[0]), weights_only=False))
+            loaded = torch.load(io.BytesIO(box[0]), weights_only=name == "checkpointing")
+            other.for_checkpointing().load_state_dict(loaded)
             found[name] = all(torch.equal(whole(mask), whole(pruner.masks[key])) for key, mask in other.masks.items())
         except sc.SecateurError as error:
             found[name] = f"{type(error).__name__}: {error}"
             found["untouched"] = other.sparsity == 0
     return found
+
+
+def copies() -> dict[str, bool]:
+    """Copies of the model get the zeros, whole or sharded, whichever way the model itself is held."""
+    found = {}
+    for how in ("fsdp", "ddp"):
+        model = shard(network("model"), how)
+        pruner = sc.Pruner(model, torch.optim.SGD(model.parameters()), masks=given(network("model")), sparsity=None)
+        ways = {
+            "whole": network("model"),
+            "fsdp": shard(network("model"), "fsdp"),
+            "ddp": shard(network("model"), "ddp"),
+        }
+        ways["averaged"] = AveragedModel(network("model"))
+        for way, copied in ways.items():
+            pruner.apply_to(copied)
+            inner = getattr(copied, "module", copied)
+            same = [torch.equal(whole(inner.get_parameter(name)) != 0, mask) for name, mask in given(inner).items()]
+            found[f"{how} {way}"] = all(same) and len(same) == 2
+    return found
+
+
+def too_early() -> str:
+    """A Pruner made before fully_shard replaced the parameters: without the check it reports zeros nobody has."""
+    model = network("model")
+    pruner = sc.Pruner(model, early := torch.optim.AdamW(model.parameters(), lr=0.01), every=1)
+    shard(model, "fsdp")
+    gradients(model, 1)
+    early.step()
+    try:
+        pruner.step()
+    except sc.SecateurError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def gathered() -> float:
+    """After a forward pass FSDP2 holds whole weights in its modules: that is no replacement."""
+    model = network("model")
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    pruner = sc.Pruner(model, optimizer, every=1)
+    model(torch.ones(2, 12)).sum().backward()
+    optimizer.step()
+    model(torch.ones(2, 12))
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    pruner.step()
+    return pruner.sparsity
 
 
 def refusals() -> dict[str, str]:
@@ -184,6 +255,9 @@ def refusals() -> dict[str, str]:
 
 ALONE: dict[str, Callable[[], Any]] = {
     "refusals": refusals,
+    "copies": copies,
+    "too-early": too_early,
+    "gathered": gathered,
     "saved-by-one": lambda: [saved_by_one("even"), saved_by_one("model"), saved_by_one("even", "hsdp")],
 }
 

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed_worker import SETTINGS
+import secateur as sc
+from tests.distributed_worker import SETTINGS, network
 
 ROOT = Path(__file__).parent.parent
 Results = dict[str, Any]
+HELD = ("whole", "fsdp", "ddp")
 
 
 def launch(out: Path, ranks: int, *jobs: str, worker: str = "tests.distributed_worker") -> Results:
@@ -99,3 +101,20 @@ def test_masks_of_another_rank_are_refused_and_whole_ones_taken(tmp_path: Path) 
         assert "full_tensor" in found["shards"]
         assert found["untouched"]
         assert found["whole"] is True
+        assert found["plain"] is True
+        assert found["checkpointing"] is True
+
+
+def test_a_state_for_checkpointing_of_many_ranks_loads_into_one_process(tmp_path: Path) -> None:
+    for found in launch(tmp_path / "out.pt", 2, "saved-by-one")["saved-by-one"][:2]:
+        model = network("even" if len(found["masks"]) == 2 else "model")
+        pruner = sc.Pruner(model, torch.optim.AdamW(model.parameters()), every=1, sparsity=0.7)
+        pruner.for_checkpointing().load_state_dict(found["state"])
+        assert all(torch.equal(mask, found["masks"][name]) for name, mask in pruner.masks.items())
+
+
+def test_copies_get_the_zeros_and_replaced_parameters_are_noticed(tmp_path: Path) -> None:
+    found = launch(tmp_path / "out.pt", 2, "copies", "too-early", "gathered")
+    assert found["copies"] == {f"{how} {way}": True for how in ("fsdp", "ddp") for way in (*HELD, "averaged")}
+    assert found["too-early"].startswith("StateError: The model's '0.weight' is not the parameter it was when")
+    assert found["gathered"] == round(0.5 * 822) / 822
