@@ -60,7 +60,7 @@ def test_cells(tmp_path: Path) -> None:
         (BASE, "has no [axes]"),
         (BASE + "[axis]\nseed = [0]", "Did you mean 'axes'?"),
         (BASE + "[axes]\nseed = 3", "must be a list"),
-        (BASE + "[axes]\nsteps = [3]", "stands in [base] and in [axes]"),
+        (BASE + "[axes]\nsteps = [3]", "is in [base] and in [axes]"),
         (BASE + "[axes]\nsede = [3]", "Did you mean 'seed'?"),
         (BASE + '[axes]\nregrow = ["gradiant"]', "Did you mean 'gradient'?"),
         (BASE + '[axes]\nscope = ["models"]', "Did you mean 'model'?"),
