@@ -39,8 +39,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"secateur: {' '.join(message.split())}. See {self.prog} --help.\n")
 
 
-def build_parser() -> Parser:
-    """The parser of all verbs."""
+def build_parser(chosen: str | None = None) -> Parser:
+    """The parser of all verbs; with `chosen`, only that verb gets its options."""
     parser = Parser(
         prog="secateur",
         description="Make PyTorch networks sparse, exact to the weight, while they train or after.",
@@ -56,7 +56,8 @@ def build_parser() -> Parser:
             epilog=f"example:\n  {verb.EXAMPLE}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        verb.add_options(one)
+        if chosen in (None, name):
+            verb.add_options(one)
         one.set_defaults(run=verb.run)
     return parser
 
@@ -69,7 +70,7 @@ def _wrapped(text: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code: 0, 2 after a mistake, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = build_parser()
+    parser = build_parser(arguments[0] if arguments else "")
     if not arguments:
         parser.print_help()
         return 0

@@ -192,7 +192,9 @@ def differences(found: Comparison, width: float = WIDTH, from_baseline: bool = F
         base = entry.dense if dense else entry.baseline
         if math.isfinite(share.mean) and base is not None:
             shown.append((entry, share, _seeds(entry, whole[base], measure)))
-    labels = [name.replace(" (", "\n(") for name in _with_sparsity([entry for entry, _, _ in shown])]
+    names = short_names([entry.label for entry, _, _ in shown])
+    labels = _with_sparsity([(names[entry.label], entry.final_sparsity) for entry, _, _ in shown])
+    labels = [label.replace(" (", "\n(") for label in labels]
     each = 0.4 if any("\n" in label for label in labels) else 0.28
 
     def draw(axes: Any) -> None:
@@ -210,14 +212,10 @@ def differences(found: Comparison, width: float = WIDTH, from_baseline: bool = F
     return figure(draw, width=width, height=1.1 + each * max(len(shown), 1))
 
 
-def _with_sparsity(entries: Sequence[Entry]) -> list[str]:
-    """Short names, with the sparsity where rows differ in it."""
-    names = short_names([entry.label for entry in entries])
-    several = len({round(entry.final_sparsity, 3) for entry in entries}) > 1
-    return [
-        f"{names[entry.label]}, {100 * entry.final_sparsity:.3g} %" if several else names[entry.label]
-        for entry in entries
-    ]
+def _with_sparsity(rows: Sequence[tuple[str, float]]) -> list[str]:
+    """Names of rows, with the sparsity where pruned rows differ in it."""
+    several = len({round(sparsity, 3) for _, sparsity in rows if sparsity}) > 1
+    return [f"{name}, {100 * sparsity:.3g} %" if several and sparsity else name for name, sparsity in rows]
 
 
 def _in_percent(found: Difference | None, measure: Measure) -> Estimate:
@@ -265,8 +263,7 @@ def moments(row: Row) -> list[list[Evaluation]]:
 
 
 def _labels(rows: Sequence[Row], names: dict[str, str]) -> list[str]:
-    several = len({round(reached(row), 3) for row in rows} - {0.0}) > 1
-    return [f"{names[row.label]}, {100 * reached(row):.3g} %" if several else names[row.label] for row in rows]
+    return _with_sparsity([(names[row.label], reached(row)) for row in rows])
 
 
 def few_rows(found: Comparison) -> list[Row]:
