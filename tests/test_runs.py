@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from secateur.errors import ComparisonError
-from secateur.lab.compare import baselines
-from secateur.lab.runs import check_fair, differing, read_runs
+from secateur.lab.runs import baselines, check_fair, differing, read_runs
 from tests.run_folders import LOSSES, command, compared, entries, make_run, make_sweep
 
 

@@ -13,7 +13,6 @@ from secateur.lab.compare import (
     BASELINE,
     Comparison,
     Entry,
-    Row,
     Table,
     at_step,
     best_first,
@@ -24,7 +23,7 @@ from secateur.lab.compare import (
     written,
 )
 from secateur.lab.page import block, figure, layer_bars, legend_columns
-from secateur.lab.runs import Evaluation, Measure, number
+from secateur.lab.runs import Evaluation, Measure, Row, number
 from secateur.lab.statistics import Difference, Estimate, exponential, percent
 from secateur.report import html_page, html_table
 

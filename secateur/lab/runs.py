@@ -1,4 +1,4 @@
-"""Finished runs as they are read from their folders or from JSON, and a check that a comparison of them is fair."""
+"""Finished runs: read from folders or JSON, checked for a fair comparison, and grouped into rows over seeds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from secateur.errors import ComparisonError, nearest
 from secateur.files import read_json
+from secateur.settings import parse
 
 Settings = Mapping[str, Any]
 SEED = "seed"
@@ -21,6 +22,7 @@ NOT_SET = "not set"
 PRUNING = ("sparsity", "pattern", "regrow", "schedule", "begin", "end", "every", "scope", "allocation", "drop", "until")
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 BUDGET = "budget"
+EXTENDED = "[extended]"
 AGAIN = "Train it again in another folder, or leave it out."
 EVALUATED = ("seconds", "held_out_loss", "quality", "sparsity")
 NOT_FINITE = ("nan", "inf", "infinity")
@@ -319,3 +321,83 @@ def measure_of(runs: Sequence[FinishedRun]) -> Measure:
         listed = "; ".join(f"{measure.name} ({folder})" for measure, folder in found.items())
         raise ComparisonError(f"These runs have different measures: {listed}. Compare runs with the same one.")
     return next(iter(found))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs that differ only in their seed, by seed."""
+
+    settings: dict[str, str]  # of the axes
+    runs: tuple[FinishedRun, ...]
+
+    @property
+    def label(self) -> str:
+        named = {axis: value for axis, value in self.settings.items() if axis != BUDGET}  # marked instead
+        label = ", ".join(f"{axis}={value}" for axis, value in named.items()) or "all runs"
+        return f"{label} {EXTENDED}" if self.extended else label
+
+    @property
+    def extended(self) -> bool:
+        return any(run.extended for run in self.runs)
+
+
+def group(runs: Sequence[FinishedRun], axes: Sequence[str]) -> list[Row]:
+    """Rows, ordered by their first run; an error if runs differ in more than the axes and the seed."""
+    check_fair([run.settings for run in runs], axes)
+    members: dict[tuple[str, ...], dict[int, FinishedRun]] = {}
+    for run in runs:
+        found = texts(run.settings)
+        seeds = members.setdefault(tuple(found.get(axis, NOT_SET) for axis in axes), {})
+        if run.seed in seeds:
+            raise ComparisonError(
+                f"{seeds[run.seed].folder} and {run.folder} have the same settings and the same seed {run.seed}:"
+                " a seed counts once. Leave one of them out."
+            )
+        seeds[run.seed] = run
+    return [
+        Row(dict(zip(axes, values, strict=True)), tuple(seeds[seed] for seed in sorted(seeds)))
+        for values, seeds in members.items()
+    ]
+
+
+def baselines(rows: Sequence[Row], wanted: str | None) -> list[Row | None]:
+    """The baseline of each row: the first row, or the one that `wanted` ("score=magnitude") names.
+
+    If it names several, a row's baseline is the one that agrees with it in all other settings, or None.
+    """
+    if wanted is None:
+        return [rows[0]] * len(rows)
+    asked = _asked(rows, wanted)
+    named = [row for row in rows if row.settings | asked == row.settings]
+    if not named:
+        known = "; ".join(row.label for row in rows)
+        raise ComparisonError(f"--baseline {wanted}: there is no such row. The rows are: {known}.")
+    if len(named) == 1:
+        return [named[0]] * len(rows)
+    return [next((one for one in named if one.settings == row.settings | asked), None) for row in rows]
+
+
+def _asked(rows: Sequence[Row], wanted: str) -> dict[str, str]:
+    words, axes = wanted.split(","), list(rows[0].settings)
+    if not all(word.partition("=")[0] in axes and "=" in word for word in words):
+        example = rows[0].label.replace(", ", ",").removesuffix(EXTENDED).strip()
+        raise ComparisonError(
+            f"--baseline must name a row by a setting in which rows differ ({', '.join(axes) or 'there is none'}),"
+            f" such as {example!r}; got {wanted!r}."
+        )
+    return {name: shown(value) for name, value in parse(words).items()}
+
+
+def dense_rows(rows: Sequence[Row]) -> dict[str, Row]:
+    """The dense row that agrees with a pruned row in everything but pruning, by the pruned row's label."""
+
+    def other_settings(row: Row) -> dict[str, str]:
+        return {axis: value for axis, value in row.settings.items() if axis not in (SCORE, *PRUNING)}
+
+    dense = [row for row in rows if all(run.final.sparsity == 0 for run in row.runs)]
+    found: dict[str, Row] = {}
+    for row in rows:
+        alike = [one for one in dense if other_settings(one) == other_settings(row)]
+        if row not in dense and len(alike) == 1:
+            found[row.label] = alike[0]
+    return found
