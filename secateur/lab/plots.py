@@ -76,8 +76,9 @@ def summary(found: Comparison) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     base = names[bases.pop()] if len(bases) == 1 else ""
     base = base if 0 < len(base) <= LONG_NAME else "baseline"
     dense = any(entry.from_dense and entry.dense != entry.baseline for entry in found.final)
-    rows = []
-    for entry in best_first(found.final, measure):
+    ordered, rows = best_first(found.final, measure), []
+    labels = _with_sparsity([(names[entry.label], entry.final_sparsity) for entry in ordered])
+    for entry, label in zip(ordered, labels, strict=True):
         mean = exponential(entry.spread.mean) if measure.logarithmic else entry.spread.mean
         compared = entry.verdict if entry.verdict == BASELINE else "-"
         if entry.difference is not None:
@@ -85,7 +86,7 @@ def summary(found: Comparison) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         away = _share(entry.from_dense, measure) if entry.from_dense else "-"
         value = f"{mean:.2%}" if measure.name == "accuracy" else f"{mean:.4g}"
         gone = f"{100 * entry.sparsity:.3g} %"
-        rows.append((names[entry.label], compared, *((away,) if dense else ()), value, gone))
+        rows.append((label, compared, *((away,) if dense else ()), value, gone))
     return ("row", f"against {base}", *(("from dense",) if dense else ()), measure.name, "sparsity"), rows
 
 
@@ -125,7 +126,9 @@ def _figures(found: Comparison) -> list[str]:
     text = "Mean over seeds, of the prunable weights."
     figures.append(block("Sparsity during training", text, _sparsity(rows, names, drawn)))
     if layers := _layers(rows, names, drawn):
-        figures.append(block("Sparsity by layer", "Mean over seeds.", layers))
+        figures.append(
+            block("Sparsity by layer", f"Rows at {100 * max(levels, default=0):.3g} %, mean over seeds.", layers)
+        )
     return figures
 
 
@@ -376,8 +379,9 @@ def _with_legend(draw: Callable[[Any], None], labels: Sequence[str]) -> str:
 
 
 def _layers(rows: Sequence[Row], names: dict[str, str], drawn: dict[str, Style]) -> str:
-    """Bars for the sparsest rows: with more than a few, bars of a layer are too thin to read."""
-    pruned = sorted((row for row in rows if layer_means(row)), key=reached, reverse=True)[:FEW]
+    """Bars for a few of the sparsest rows: with more of them, the bars of a layer are too thin to read."""
+    level = max(round(reached(row), 3) for row in rows)
+    pruned = [row for row in rows if layer_means(row) and round(reached(row), 3) == level][:FEW]
     if not pruned:
         return ""
     labels = _labels(pruned, names)

@@ -186,9 +186,10 @@ def read_run(folder: Path) -> FinishedRun:
 
 def read_kept(path: Path) -> list[FinishedRun]:
     """The runs in a file written by `secateur compare --json`."""
-    found = _mapping(path).get("runs")
+    advice = "Give a file written by `secateur compare --json`, or folders."
+    found = read_json(path, dict, ComparisonError, advice).get("runs")
     if not isinstance(found, list) or not found:
-        raise ComparisonError(f"{path} holds no runs. Give a file written by `secateur compare --json`, or folders.")
+        raise ComparisonError(f"{path} holds no runs. {advice}")
     return [_kept_run(path, run) for run in found]
 
 
