@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from secateur.files import write
-from secateur.lab.compare import BASELINE, Comparison, Entry, best_first, compare, noise, written
+from secateur.lab.compare import BASELINE, Comparison, Entry, best_first, compare, mean_quality, noise, written
 from secateur.lab.plots import cost_by_sparsity, differences
 from secateur.lab.record import ROOT, results_folder
 from secateur.lab.runs import Measure, kept_choices, read_kept
-from secateur.lab.statistics import exponential, percent
+from secateur.lab.statistics import percent
 
 PREFIX = "campaign-"
 RIVAL = "score=magnitude"  # the score to beat: of several rows, each has the one that agrees with it in all else
@@ -52,7 +52,7 @@ def table(found: Comparison) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     rows = []
     for several in zip(*columns, strict=True):
         entry = several[0]
-        mean = exponential(entry.spread.mean) if measure.logarithmic else entry.spread.mean
+        mean = mean_quality(entry, measure)
         seeds = ", ".join(_number(value, measure.logarithmic) for value in entry.qualities.values())
         own = entry.label, f"{entry.sparsity:.2%}", _number(mean, measure.logarithmic), seeds
         rows.append((*own, *(word for one in several for word in _judged(one, measure))))
@@ -113,7 +113,8 @@ def against_rival(least: float = 0.0) -> tuple[Sequence[str], Sequence[Sequence[
             if ours.final_sparsity < least - 1e-3:
                 continue
             figures = [
-                _number(_mean(entry, found.measure), found.measure.logarithmic) for entry in (dense, theirs, ours)
+                _number(mean_quality(entry, found.measure), found.measure.logarithmic)
+                for entry in (dense, theirs, ours)
             ]
             difference = f"{_judged(ours, found.measure)[0]}: {ours.verdict}"
             rows.append((words, f"{ours.sparsity:.0%}", *figures, difference, str(len(ours.values))))
@@ -126,10 +127,6 @@ def _beside_rival(found: Comparison) -> list[tuple[Entry, Entry, Entry]]:
     (dense,) = [entry for entry in whole.values() if entry.final_sparsity == 0]
     ours = [entry for entry in whole.values() if OURS in entry.label.split(", ")]
     return [(dense, entry, whole[entry.label.replace(OURS, RIVAL)]) for entry in ours]
-
-
-def _mean(entry: Entry, measure: Measure) -> float:
-    return exponential(entry.spread.mean) if measure.logarithmic else entry.spread.mean
 
 
 def headline(found: Comparison) -> str:

@@ -278,6 +278,11 @@ def best_first(entries: Sequence[Entry], measure: Measure) -> list[Entry]:
     return sorted(entries, key=place)
 
 
+def mean_quality(entry: Entry, measure: Measure) -> float:
+    """The mean over seeds as users know it: a perplexity is the exp of the mean held-out loss."""
+    return exponential(entry.spread.mean) if measure.logarithmic else entry.spread.mean
+
+
 def without_common(labels: Sequence[str]) -> list[str]:
     """Labels of rows without the settings they all share."""
     parts = [label.split(", ") for label in labels]
@@ -386,16 +391,16 @@ class Comparison:
 def finding(level: float, entries: Sequence[Entry], names: Mapping[str, str], measure: Measure) -> tuple[str, str]:
     """The result at one sparsity: the best row against its baseline, then seeds and the distance from dense."""
     at = f"{100 * level:.3g} % sparsity" if level else "Dense"
-    finite = [entry for entry in entries if math.isfinite(entry.spread.mean)]
-    if not finite:
+    usable = [entry for entry in entries if math.isfinite(entry.spread.mean)]
+    if not usable:
         return f"{at}: no row has a finite {measure.name}", ""
-    best = finite[0]
+    best = usable[0]
     detail = []
     if best.difference is not None and best.difference.interval is not None:
         among = f", best of {len(entries)} rows" if len(entries) > 2 else ""
         detail.append(f"{PERCENT} interval over {best.difference.pairs} seeds{among}.")
     if best.from_dense is not None and best.dense != best.baseline:
-        base = [entry for entry in finite if entry.label == best.baseline and entry is not best]
+        base = [entry for entry in usable if entry.label == best.baseline and entry is not best]
         away = [
             f"{names[one.label]} {written(percent(one.from_dense, logarithmic=measure.logarithmic), '+.1f', ' %')}"
             for one in (best, *base)
@@ -410,8 +415,7 @@ def _against_baseline(best: Entry, names: Mapping[str, str], measure: Measure, r
     if found is None or best.baseline is None:
         if best.verdict == BASELINE and rows > 1:
             return f"no row is better than {name}"
-        mean = exponential(best.spread.mean) if measure.logarithmic else best.spread.mean
-        return f"{name} has {measure.name} {mean:.4g}"
+        return f"{name} has {measure.name} {mean_quality(best, measure):.4g}"
     base, share = names[best.baseline], percent(found, logarithmic=measure.logarithmic)
     if not math.isfinite(share.mean):
         return f"{name} is best; {base} has no number to compare with"

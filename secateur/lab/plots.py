@@ -17,6 +17,7 @@ from secateur.lab.compare import (
     at_step,
     best_first,
     header,
+    mean_quality,
     notes,
     rows_of,
     short_names,
@@ -79,14 +80,13 @@ def summary(found: Comparison) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     ordered, rows = best_first(found.final, measure), []
     labels = _with_sparsity([(names[entry.label], entry.final_sparsity) for entry in ordered])
     for entry, label in zip(ordered, labels, strict=True):
-        mean = exponential(entry.spread.mean) if measure.logarithmic else entry.spread.mean
+        mean = mean_quality(entry, measure)
         compared = entry.verdict if entry.verdict == BASELINE else "-"
         if entry.difference is not None:
             compared = f"{_share(entry.difference, measure)} {entry.verdict}"
         away = _share(entry.from_dense, measure) if entry.from_dense else "-"
         value = f"{mean:.2%}" if measure.name == "accuracy" else f"{mean:.4g}"
-        gone = f"{100 * entry.sparsity:.3g} %"
-        rows.append((label, compared, *((away,) if dense else ()), value, gone))
+        rows.append((label, compared, *((away,) if dense else ()), value, f"{100 * entry.sparsity:.3g} %"))
     return ("row", f"against {base}", *(("from dense",) if dense else ()), measure.name, "sparsity"), rows
 
 
@@ -269,7 +269,7 @@ def _labels(rows: Sequence[Row], names: dict[str, str]) -> list[str]:
 
 
 def few_rows(found: Comparison) -> list[Row]:
-    """Rows whose curves can be told apart in one figure: the sparsest, the best of them, their baselines and dense."""
+    """Rows whose curves are distinguishable in one figure: the best of the sparsest, their baselines and dense."""
     if len(found.rows) <= MOST_CURVES:
         return list(found.rows)
     ordered = best_first(found.final, found.measure)
