@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from secateur.cli import main
-from secateur.lab.compare import Comparison, compare
+from secateur.lab.compare import Comparison, Entry, compare
 from secateur.lab.runs import read_runs
-from secateur.lab.tables import Entry
 
 CONFIG = {
     "model": "gpt",

@@ -199,3 +199,14 @@ def test_committed_records_render_with_their_bars(part: str, bars: list[str]) ->
 def test_committed_records_of_cpus_render() -> None:
     assert all(column in tables.PARTS["select"]() for column in ("ms (cold)", "ms (warm)", "count error"))
     assert "threshold error, mean" in tables.PARTS["accuracy"]()
+
+
+def test_memory_is_returned_only_where_the_c_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows' loader takes no None (TypeError), and other C libraries than glibc have no malloc_trim."""
+    for error in (TypeError, OSError, AttributeError):
+
+        def refuse(_: None, error: type[Exception] = error) -> None:
+            raise error
+
+        monkeypatch.setattr("ctypes.CDLL", refuse)
+        select.return_memory()

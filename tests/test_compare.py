@@ -14,7 +14,7 @@ from scipy import stats
 
 from secateur.cli import main
 from secateur.errors import ComparisonError
-from secateur.lab.plots import layer_means, lines_of, render
+from secateur.lab.plots import few_rows, layer_means, lines_of, render, styles, summary
 from secateur.lab.runs import read_runs
 from secateur.lab.statistics import Difference, difference, ratio
 from tests.browser import Collector, open_page
@@ -25,7 +25,7 @@ from tests.test_api import run_blocked
 
 def test_the_table_says_what_the_seeds_say(tmp_path: Path) -> None:
     found = entries(compared(make_sweep(tmp_path, LOSSES)))
-    assert [found[f"score={name}"].verdict for name in LOSSES] == ["baseline", "better", "cannot be told"]
+    assert [found[f"score={name}"].verdict for name in LOSSES] == ["baseline", "better", "inconclusive"]
     variance = found["score=variance"]
     assert variance.values == {0: 1.9, 1: 2.01, 2: 2.08}
     assert variance.spread.mean == pytest.approx(numpy.mean(LOSSES["variance"]))
@@ -43,12 +43,12 @@ def test_what_differences_are_worth_stands_under_the_table_everywhere(
     left = values - values.mean(0) - values.mean(1, keepdims=True) + values.mean()
     deviation = math.sqrt((left**2).sum() / 4)
     words = (
-        f"A run's perplexity falls {100 * deviation:.2g} % from where its row and seed put it"
-        " (standard deviation over all rows; 4 degrees of freedom): in this table, means over 3 seeds less than"
+        f"Residual standard deviation of a run's perplexity, after row and seed means: {100 * deviation:.2g} %"
+        " (all rows; 4 degrees of freedom). Differences below "
     )
     path = tmp_path / "numbers.json"
     assert words in command(capsys, tmp_path / "runs", "--by", "score", "--json", path)[1]
-    assert words in render(found).replace("&#x27;", "'")
+    assert words in render(found).replace("&#x27;", "'").replace("\N{NBSP}", " ")
     final, _, equal_seconds = json.loads(path.read_text())["tables"]
     assert final["scatter"]["deviation"] == pytest.approx(deviation)
     assert equal_seconds["scatter"] is None  # runs of a row may be at different steps there
@@ -67,12 +67,12 @@ def test_extended_budgets_are_marked_everywhere(tmp_path: Path, capsys: pytest.C
     make_sweep(tmp_path, {"variance": [1.0, 1.1]}, budget="extended")
     with pytest.raises(ComparisonError, match=r"budget \(normal, extended\)"):
         compared(tmp_path, ["score"])
-    found = compared(tmp_path)
+    found = compared(tmp_path, ["score", "budget"])
     for table in found.tables:
         marked = [entry.label.endswith("[extended]") for entry in table.entries]
         assert marked == [False, True]
-        assert any("extended budget" in note for note in table.notes)
-    assert command(capsys, tmp_path)[1].count("score=variance [extended]") == 3
+        assert any("budget=extended" in note for note in table.notes)
+    assert command(capsys, tmp_path, "--by", "score,budget")[1].count("score=variance [extended]") == 3
     assert render(found).count("<td>score=variance [extended]</td>") == 3
 
 
@@ -88,9 +88,9 @@ def test_equal_steps_and_equal_seconds(tmp_path: Path) -> None:
     assert [one.early for one in steps.values()] == [False, True]
     assert [one.early for one in seconds.values()] == [False, True]
     text = str(found)
-    assert "after step 20" in text
+    assert "step 20, the last at which every run was evaluated" in text
     assert "within 3.0 s" in text
-    assert "Not yet at their final sparsity at this point: score=variance (40.00% of 60.00%)" in text
+    assert "Final sparsity not reached yet: score=variance (40.00% of 60.00%)" in text
     assert "hardware" not in text
 
 
@@ -101,9 +101,95 @@ def test_what_cannot_be_compared_at_a_moment_is_said(tmp_path: Path) -> None:
     assert entries(found, "equal_steps") == {}
     text = str(found)
     assert "There is no step at which every run was evaluated." in text
-    assert f"Left out, as not evaluated by then: {tmp_path / 'b'}." in text
+    assert f"Left out, because they were not evaluated by then: {tmp_path / 'b'}." in text
     assert "not on the same hardware (another; one core)" in text
     assert render(found).startswith("<!doctype html>")
+
+
+def dense_and_pruned(folder: Path, sparsities: tuple[float, ...] = (0.5, 0.9)) -> Path:
+    """Dense runs, and two scores at each sparsity, the sparser the worse."""
+    make_sweep(folder / "dense", {"none": [1.8, 1.9, 2.0]}, sparsity=0.0)
+    for sparsity in sparsities:
+        worse = {name: [value + sparsity / 10 for value in LOSSES[name]] for name in ("magnitude", "variance")}
+        make_sweep(folder / str(sparsity), worse, sparsity=sparsity)
+    return folder
+
+
+def test_the_headline_is_the_best_row_against_its_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = compared(dense_and_pruned(tmp_path), ["score", "sparsity"], "score=magnitude")
+    (first, below), (last, under) = found.findings
+    share = stats.ttest_rel(LOSSES["variance"], LOSSES["magnitude"]).confidence_interval(0.95)
+    low, high = (100 * math.expm1(edge) for edge in (share.low, share.high))
+    for level, headline in ((50, first), (90, last)):
+        start = f"{level} % sparsity: variance has 9.8 % lower perplexity than magnitude"
+        assert headline == f"{start} [{low:+.1f}, {high:+.1f}]"
+    assert below.startswith("95 % interval over 3 seeds. From dense: variance ")
+    from_dense = numpy.mean(LOSSES["variance"]) + 0.09 - 1.9
+    assert f"variance {100 * math.expm1(from_dense):+.1f} % [" in under
+    text = command(capsys, tmp_path, "--by", "score,sparsity", "--baseline", "score=magnitude")[1]
+    assert text.rstrip().endswith(f"{last}. {under}")
+    assert f"<h1>{last}</h1>" in render(found).replace("\N{NBSP}", " ")
+
+
+@pytest.mark.parametrize(
+    ("finals", "said"),
+    [
+        ({"magnitude": [2.0, 2.1], "variance": [2.1, 2.3]}, "50 % sparsity: no row is better than magnitude"),
+        ({"magnitude": [2.0, 2.1], "variance": [1.9, 2.15]}, "no measurable difference from magnitude; the best is"),
+        ({"magnitude": [2.0], "variance": [1.9]}, "with 1 seed: too few to tell"),
+        ({"magnitude": [2.0, 2.1]}, "all runs has perplexity 7.768"),
+        ({"magnitude": [math.nan, 2.1]}, "no row has a finite perplexity"),
+        ({"magnitude": [math.nan, 2.1], "variance": [1.9, 2.0]}, "variance is best; magnitude has no number"),
+    ],
+)
+def test_headlines_of_other_outcomes(tmp_path: Path, finals: dict[str, list[float]], said: str) -> None:
+    found = compared(make_sweep(tmp_path, finals))
+    assert said in found.findings[-1][0]
+    assert render(found).startswith("<!doctype html>")
+
+
+def test_a_baseline_of_another_sparsity_is_named_with_it(tmp_path: Path) -> None:
+    found = compared(dense_and_pruned(tmp_path), ["score", "sparsity"], "score=magnitude,sparsity=0.5")
+    assert "than magnitude at 50 % [" in found.findings[-1][0]
+    assert "at 50 %" not in found.findings[0][0]
+
+
+def test_dense_runs_are_found_for_rows_alike_in_all_but_pruning(tmp_path: Path) -> None:
+    for lr in (1e-3, 1e-2):
+        make_sweep(tmp_path / f"dense{lr}", {"none": [1.8, 1.9]}, sparsity=0.0, lr=lr, schedule="constant")
+        make_sweep(tmp_path / f"pruned{lr}", {"variance": [2.0 + lr, 2.1 + lr]}, lr=lr)
+    found = entries(compared(tmp_path, ["score", "sparsity", "lr", "schedule"]))
+    for lr in ("0.001", "0.01"):
+        entry = found[f"score=variance, sparsity=0.5, lr={lr}, schedule=cubic"]
+        assert entry.dense == f"score=none, sparsity=0, lr={lr}, schedule=constant"
+        assert entry.from_dense is not None
+        assert entry.from_dense.mean == pytest.approx(0.2 + float(lr))
+
+
+def test_the_short_table_of_the_page(tmp_path: Path) -> None:
+    found = compared(dense_and_pruned(tmp_path), ["score", "sparsity"], "score=magnitude")
+    head, rows = summary(found)
+    assert head == ("row", "against baseline", "from dense", "perplexity", "sparsity")
+    assert [row[0] for row in rows] == [
+        "dense",
+        "variance, 50 %",
+        "magnitude, 50 %",
+        "variance, 90 %",
+        "magnitude, 90 %",
+    ]
+    assert rows[1][1].startswith("-9.8 % [")
+    assert rows[1][1].endswith(" better")
+    assert rows[2][1] == "baseline"
+    assert rows[0][2] == "-"
+
+
+def test_a_page_of_many_rows_draws_a_few_of_them(tmp_path: Path) -> None:
+    finals = {f"score{number}": [2 + number / 10, 2.1 + number / 10] for number in range(12)}
+    found = compared(make_sweep(tmp_path, finals))
+    labels = [row.label for row in few_rows(found)]
+    assert sorted(labels) == [f"score=score{number}" for number in range(8)]
+    assert len({style for label, style in styles(found).items() if label in labels}) == 8  # all look different
+    assert "8 of 12 rows" in render(found)
 
 
 def test_one_seed_prints_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,9 +198,9 @@ def test_one_seed_prints_no_interval(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert code == 0
     (row,) = [line for line in out.splitlines() if line.startswith("score=variance")][:1]
     assert "[" not in row
-    assert "cannot be told" in row
+    assert "inconclusive" in row
     assert "-1.0000" in row
-    assert "fewer than two common seeds" in out
+    assert "fewer than two seeds are shared" in out
 
 
 def test_perplexities_are_compared_on_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,14 +208,14 @@ def test_perplexities_are_compared_on_the_log(tmp_path: Path, capsys: pytest.Cap
     (row,) = [line for line in out.splitlines() if line.startswith("score=variance")][:1]
     assert f"{math.exp(numpy.mean(LOSSES['variance'])):.5g}" in row
     assert f"{math.exp(numpy.mean(LOSSES['variance']) - numpy.mean(LOSSES['magnitude'])):.4f} [" in row
-    assert out.count("Perplexities are compared on the log") == 3
+    assert out.count("Perplexities are compared on a log scale") == 3
 
 
 def test_a_ruined_run_is_said_and_no_number_is_made_of_it(tmp_path: Path) -> None:
     found = compared(make_sweep(tmp_path, {"magnitude": [2.0, 2.1], "variance": [math.nan, 2.0]}))
     entry = entries(found)["score=variance"]
-    assert entry.verdict == "cannot be told"
-    assert "not a finite number: score=variance" in str(found)
+    assert entry.verdict == "inconclusive"
+    assert "is not a finite number: score=variance" in str(found)
     assert json.loads(found.to_json())["tables"][0]["entries"][1]["values"]["0"] is None
     assert "<svg" in render(found)
 
@@ -160,10 +246,11 @@ def test_runs_are_read_in_the_order_given(tmp_path: Path, capsys: pytest.Capture
     ("text", "said"),
     [
         ("{}", "holds no runs"),
-        ('{"runs": [3]}', "is not as"),
+        ("[base]", "cannot be read as JSON.* Give a file written by `secateur compare --json`"),
+        ('{"runs": [3]}', "is damaged, or not from"),
         (
             '{"runs": [{"settings": [], "summary": {}, "path": [], "evaluations": [], "folder": "x"}]}',
-            "names no whole seed",
+            "has no seed that is a whole number",
         ),
         ("[]", "holds a list; a dict is needed"),
         ("\udcff", "cannot be read as JSON"),
@@ -202,7 +289,7 @@ def test_the_page_holds_all_it_needs_and_opens(tmp_path: Path, capsys: pytest.Ca
     for sparsity in (0.5, 0.9):
         make_sweep(tmp_path / "runs" / str(sparsity), LOSSES, sparsity=sparsity, data="<b>&")
     page = tmp_path / "compare.html"
-    code, out, _ = command(capsys, tmp_path / "runs", "--out", page)
+    code, out, _ = command(capsys, tmp_path / "runs", "--by", "score,sparsity", "--out", page)
     assert code == 0
     assert f"Page: {page}" in out
     text = page.read_text()
@@ -211,7 +298,7 @@ def test_the_page_holds_all_it_needs_and_opens(tmp_path: Path, capsys: pytest.Ca
     assert collector.fetched == []
     assert "script" not in collector.tags
     assert "url(" not in text.replace("url(#", "")
-    assert collector.tags.count("table") == 3
+    assert collector.tags.count("table") == 4  # the short one, and three full ones
     assert collector.tags.count("figure") == collector.tags.count("svg") == 5
     assert "data=&lt;b&gt;&amp;" in text
     size, complaints = open_page(page, tmp_path)
@@ -222,7 +309,7 @@ def test_the_page_holds_all_it_needs_and_opens(tmp_path: Path, capsys: pytest.Ca
 def test_pictures_show_what_the_runs_say(tmp_path: Path) -> None:
     for sparsity in (0.9, 0.5):
         make_sweep(tmp_path / str(sparsity), LOSSES, sparsity=sparsity)
-    rows = compared(tmp_path).rows
+    rows = compared(tmp_path, ["score", "sparsity"]).rows
     lines = lines_of(rows)
     assert list(lines) == ["score=magnitude", "score=random", "score=variance"]
     assert all(len(members) == 2 for members in lines.values())
@@ -281,7 +368,7 @@ def test_pages_and_records_have_a_place_before_the_work(
         said = refused(capsys, main([*words, "--out", str(tmp_path / "file" / "out")]))
         assert str(tmp_path / "file") in said
     for words in (["demo"], ["compare", str(tmp_path)]):
-        assert "is no file" in refused(capsys, main([*words, "--out", str(tmp_path)]))
+        assert "is not a file" in refused(capsys, main([*words, "--out", str(tmp_path)]))
     assert "is a file" in refused(capsys, main(["bench", "demo", "--out", str(tmp_path / "file")]))
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 100_000))

@@ -78,7 +78,7 @@ def test_windows_that_do_not_fit() -> None:
         data.batch(0, 1, 10, 0)
     with pytest.raises(DataError, match="has 103 held-out tokens; a window of context 103 takes 104"):
         data.evaluation(103)
-    with pytest.raises(DataError, match="0 windows evaluate nothing; ask for at least 1 of the 10"):
+    with pytest.raises(DataError, match="evaluation must be at least 1 window, got 0; .* has 10"):
         data.evaluation(9, 0)
 
 
@@ -96,12 +96,15 @@ def test_vocabularies_that_do_not_fit() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("cifar:x", "No data 'cifar:x'. Did you mean 'cifar10.*FOLDER'. Use one of python, digits, tokens:FOLDER"),
+        (
+            "cifar:x",
+            "no dataset 'cifar:x'. Did you mean 'cifar10.*'. Use one of python, digits, tokens:FOLDER",
+        ),
         ("pyhton", "Did you mean 'python'"),
-        ("zzz", "No data 'zzz'. Use one of"),
-        ("tokens", "'tokens' does not say where; the form is 'tokens:FOLDER'."),
-        ("mnist:", "'mnist:' does not say where"),
-        ("python:3", "'python:3' says too much; the form is 'python'."),
+        ("zzz", "There is no dataset 'zzz'. Use one of"),
+        ("tokens", "'tokens' lacks a place: write 'tokens:FOLDER'."),
+        ("mnist:", "'mnist:' lacks a place"),
+        ("python:3", "'python:3' takes nothing after the colon: write 'python'."),
         *(
             (f"{word}:/not/there", "there is not there; ")
             for word, form in FORMS.items()
@@ -181,11 +184,11 @@ def vocabulary(spec: str) -> int:
             "val.bin has 8 bytes of uint16; it should have 18 bytes: truncated?",
         ),
         ({"meta.json": b'{"dtype": "float"}'}, "meta.json says dtype 'float'; uint16 and uint32 are known."),
-        ({"meta.json": b'{"vocabulary": "a"}'}, "meta.json says vocabulary 'a'; a whole number"),
-        ({"meta.json": b'{"vocabulary": 70000}'}, "70,000 tokens, more than uint16 holds. Write meta.json: {.dtype"),
+        ({"meta.json": b'{"vocabulary": "a"}'}, "meta.json says vocabulary 'a'; it must be a whole number"),
+        ({"meta.json": b'{"vocabulary": 70000}'}, "vocabulary of 70,000, too large for uint16. Put {.dtype"),
         ({"meta.json": b"{"}, "meta.json cannot be read as JSON: "),
         ({"meta.json": b"[]"}, "meta.json holds a list; a dict is needed."),
-        ({"tokenizer.json": b"{}"}, "tokenizer.json holds no vocabulary: KeyError.*Say it in meta.json"),
+        ({"tokenizer.json": b"{}"}, "tokenizer.json has no vocabulary: KeyError.*into meta.json"),
     ],
 )
 def test_folders_that_cannot_be_read(tmp_path: Path, files: dict[str, bytes | None], message: str) -> None:

@@ -13,9 +13,8 @@ import torch
 
 from secateur.cli import main
 from secateur.errors import DataError, SaveError, SecateurError
-from secateur.lab import prepare as module
-from secateur.lab.data import Tokens, load
-from secateur.lab.prepare import prepare, split_documents
+from secateur.lab import data as module
+from secateur.lab.data import Tokens, load, prepare, split_documents
 
 PARAGRAPHS = "\n\n".join(f"Paragraph {number} says, again, that trees are cut.\nIt is Grün." for number in range(40))
 
@@ -96,7 +95,7 @@ def test_whole_documents_are_held_out_with_their_copies(tmp_path: Path, capsys: 
     train, held_out = (bytes(part.tolist()).decode() for part in (data.train, data.held_out))
     assert held_out == "one18\n\ntwo18\n\none19\n\ntwo19"
     assert train == "\n\n".join(texts[:3] + texts[4:18])
-    assert "1 copies of held-out documents are left out of the training text" in capsys.readouterr().err
+    assert "removed 1 copies of held-out documents from the training text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -143,8 +142,8 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, text: Path, monkey
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"held_out": 0.0}, "--held-out is a share between 0 and 1, both left out; got 0."),
-        ({"held_out": 1.5}, "both left out; got 1.5."),
+        ({"held_out": 0.0}, "--held-out must be a fraction between 0 and 1, such as 0.1; got 0."),
+        ({"held_out": 1.5}, "such as 0.1; got 1.5."),
         ({"tokenizer": "bytes"}, "There is no tokenizer bytes. Use byte, a tokenizer.json, or gpt2:FOLDER."),
         ({"tokenizer": "gpt2:/not/there"}, "there is not there; the folder"),
     ],
@@ -156,7 +155,7 @@ def test_options_that_cannot_work(tmp_path: Path, text: Path, options: dict[str,
 
 
 def test_tokenizers_that_cannot_be_read(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match="book.txt is no tokenizer.json: "):
+    with pytest.raises(DataError, match="book.txt is not a tokenizer.json: "):
         module.read_tokenizer(str(text))
     with pytest.raises(
         DataError, match="does not hold GPT-2's tokenizer: encoder.json and vocab.bpe, or vocab.json and m"
@@ -164,7 +163,7 @@ def test_tokenizers_that_cannot_be_read(tmp_path: Path, text: Path, monkeypatch:
         module.read_tokenizer(f"gpt2:{tmp_path}")
     bpe(tmp_path)
     (tmp_path / "encoder.json").write_text("{")
-    with pytest.raises(DataError, match="encoder.json and vocab.bpe are no byte-level BPE: "):
+    with pytest.raises(DataError, match="encoder.json and vocab.bpe are not a byte-level BPE tokenizer: "):
         module.read_tokenizer(f"gpt2:{tmp_path}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(SecateurError, match=r"needs tokenizers: pip install 'secateur\[lab\]'."):
@@ -173,7 +172,7 @@ def test_tokenizers_that_cannot_be_read(tmp_path: Path, text: Path, monkeypatch:
 
 def test_text_too_short_to_split(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("ab")
-    with pytest.raises(DataError, match="gives 2 and 0 tokens. Give a longer text."):
+    with pytest.raises(DataError, match="give 2 tokens in train.bin and 0 tokens in val.bin. Give a longer text."):
         prepare(str(tmp_path / "a.txt"), tmp_path / "a")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from secateur.lab.compare import compare
+from secateur.lab.compare import compare, without_common
 from secateur.lab.runs import read_runs
 from tests.browser import open_page
 from tests.run_folders import LOSSES, command, make_sweep
@@ -37,7 +37,8 @@ def test_the_table_is_made_of_the_newest_record(record: Path) -> None:
     assert "6.686, 7.463, 8.004" in rows["score=variance"]  # exp of 1.9, 2.01, 2.08
     assert "-9.8 %" in rows["score=variance"]  # exp of the mean of -0.1, -0.09 and -0.12, less 1
     assert f"figures/{NAME}.svg" in text
-    assert "from where its row and seed put it (standard deviation over all rows; 6 degrees of freedom)" in text
+    assert "Residual standard deviation of a run's perplexity" in text
+    assert "(all rows; 6 degrees of freedom)" in text
     assert "12 runs; one core; torch 2; commit abc" in text
     assert text.startswith("before")
     assert text.endswith("after")
@@ -73,7 +74,7 @@ def test_records_of_other_kinds(tmp_path: Path) -> None:
     words = {row[0]: row[4:] for row in rows}
     assert words["spam=none"] == ("-", "baseline")
     assert words["spam=paper"][0].startswith("-9.1 %")  # exp(-0.095)
-    assert words["spam=seeds"] == ("-", "cannot be told")
+    assert words["spam=seeds"] == ("-", "inconclusive")
     assert "<!-- spam=paper -->" in results.picture(found)
     assert results.picture(found) == results.picture(found)
 
@@ -83,16 +84,16 @@ def test_what_is_not_on_record_is_said(record: Path) -> None:
 
 
 def test_names_tell_rows_apart_and_nothing_else() -> None:
-    assert results.without_common(["a=1, b=2", "a=1, b=3"]) == ["b=2", "b=3"]
-    assert results.without_common(["a=1, b=2"]) == ["a=1, b=2"]
-    assert results.without_common([]) == []
+    assert without_common(["a=1, b=2", "a=1, b=3"]) == ["b=2", "b=3"]
+    assert without_common(["a=1, b=2"]) == ["a=1, b=2"]
+    assert without_common([]) == []
 
 
 def test_the_picture_shows_every_row(record: Path, tmp_path: Path) -> None:
     drawn = results.picture(results.comparison(record))
     (tmp_path / "page.html").write_text(f"<!doctype html><html lang='en'><body>{drawn}</body></html>")
     for name in LOSSES:
-        assert (f"<!-- score={name} -->" in drawn) == (name != "magnitude"), name
+        assert (f"<!-- {name} -->" in drawn) == (name != "magnitude"), name
     size, complaints = open_page(tmp_path / "page.html", tmp_path)
     assert size > 8_000
     assert not complaints

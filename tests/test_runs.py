@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from secateur.errors import ComparisonError
-from secateur.lab.runs import check_fair, differing, read_runs
-from secateur.lab.tables import baselines
+from secateur.lab.runs import baselines, check_fair, differing, read_runs
 from tests.run_folders import LOSSES, command, compared, entries, make_run, make_sweep
 
 
@@ -29,10 +29,10 @@ def test_runs_that_differ_in_their_seed_make_a_row(tmp_path: Path) -> None:
 def test_the_baseline_is_the_row_that_is_named(tmp_path: Path) -> None:
     make_sweep(tmp_path, LOSSES)
     found = entries(compared(tmp_path, None, "score=variance"))
-    assert [found[f"score={name}"].verdict for name in LOSSES] == ["worse", "baseline", "cannot be told"]
+    assert [found[f"score={name}"].verdict for name in LOSSES] == ["worse", "baseline", "inconclusive"]
     for wrong, message in (
-        ("score=fisher", "No row is score=fisher. The rows are: score=mag"),
-        ("variance", "names a row"),
+        ("score=fisher", "--baseline score=fisher: there is no such row. The rows are: score=mag"),
+        ("variance", "must name a row by a setting"),
     ):
         with pytest.raises(ComparisonError, match=message):
             compared(tmp_path, None, wrong)
@@ -42,7 +42,8 @@ def test_a_baseline_that_names_several_rows_means_the_one_like_it(tmp_path: Path
     for sparsity in (0.5, 0.9):
         make_sweep(tmp_path / str(sparsity), LOSSES, sparsity=sparsity)
     make_run(tmp_path / "dense", [(30, 1.0, 1.5, 0.0)], score=None, sparsity=0)
-    rows = compared(tmp_path).rows
+    axes = ["score", "sparsity"]
+    rows = compared(tmp_path, axes).rows
     chosen = {
         row.label: base and base.label for row, base in zip(rows, baselines(rows, "score=magnitude"), strict=True)
     }
@@ -50,7 +51,7 @@ def test_a_baseline_that_names_several_rows_means_the_one_like_it(tmp_path: Path
     assert chosen["score=random, sparsity=0.5"] == "score=magnitude, sparsity=0.5"
     assert chosen["score=none, sparsity=0"] is None
     assert {base.label for base in baselines(rows, "score=none") if base} == {"score=none, sparsity=0"}
-    assert entries(compared(tmp_path, None, "score=magnitude"))["score=none, sparsity=0"].verdict == "no baseline"
+    assert entries(compared(tmp_path, axes, "score=magnitude"))["score=none, sparsity=0"].verdict == "no baseline"
 
 
 def test_unfair_tables_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,11 +60,39 @@ def test_unfair_tables_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     code, out, err = command(capsys, tmp_path, "--by", "score")
     assert (code, out) == (2, "")
     assert err == (
-        "secateur: These runs differ in more than score: lr (0.0003, 0.001); batch (not set, 8). What is meant to"
-        " differ is named so: --by score,lr,batch. Otherwise leave out the runs that do not belong.\n"
+        "secateur: These runs differ in more than score: lr (0.0003, 0.001); batch (not set, 8). If that is"
+        " intended, say so: --by score,lr,batch. Otherwise leave out the runs that do not belong.\n"
     )
     assert command(capsys, tmp_path, "--by", "score,lr,batch")[0] == 0
-    assert command(capsys, tmp_path)[0] == 0
+
+
+def test_without_by_rows_may_differ_in_one_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_sweep(tmp_path / "one", {"magnitude": [2.0]})
+    make_run(tmp_path / "two" / "lr", [(30, 1.0, 1.5, 0.5)], lr=1e-3)
+    assert compared(tmp_path).axes == ("lr",)
+    make_run(tmp_path / "three" / "score", [(30, 1.0, 1.5, 0.5)], score="variance")
+    code, out, err = command(capsys, tmp_path)
+    assert (code, out) == (2, "")
+    assert err == (
+        "secateur: These runs differ in 2 settings: score (magnitude, variance); lr (0.0003, 0.001). Name the settings"
+        " in which rows may differ, --by score,lr, or leave out the runs that do not belong.\n"
+    )
+    assert command(capsys, tmp_path, "--by", "score,lr")[0] == 0
+
+
+def test_pruning_settings_of_a_dense_run_do_not_count(tmp_path: Path) -> None:
+    make_sweep(tmp_path / "pruned", LOSSES)
+    make_run(tmp_path / "dense", [(30, 1.0, 1.5, 0.0)], score=None, sparsity=0, schedule="constant")
+    found = compared(tmp_path)
+    assert found.axes == ("score", "sparsity", "schedule")
+    assert found.rows[0].label == "score=none, sparsity=0, schedule=constant"
+    make_run(tmp_path / "late", [(30, 1.0, 1.5, 0.5)], score="variance", schedule="late_cubic", seed=7)
+    with pytest.raises(ComparisonError, match=r"in 2 settings: score .*; schedule .*--by score,sparsity,schedule"):
+        compared(tmp_path)
+    shutil.rmtree(tmp_path / "late")
+    make_run(tmp_path / "other", [(30, 1.0, 1.5, 0.0)], score=None, sparsity=0, schedule="constant", lr=1, seed=7)
+    with pytest.raises(ComparisonError, match=r"differ in 2 settings: score .*; lr \(0.0003, 1\)"):
+        compared(tmp_path)
 
 
 def test_fairness_by_itself() -> None:
@@ -129,5 +158,5 @@ def test_after_a_resumed_run_the_later_line_counts(tmp_path: Path) -> None:
 
 def test_a_run_without_a_seed_is_told(tmp_path: Path) -> None:
     make_run(tmp_path / "a", [(30, 1.0, 1.5, 0.5)], seed=None)
-    with pytest.raises(ComparisonError, match="config.json names no whole seed"):
+    with pytest.raises(ComparisonError, match="config.json has no seed that is a whole number"):
         read_runs([tmp_path])

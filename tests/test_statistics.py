@@ -28,7 +28,7 @@ def test_differences_are_those_of_the_paired_t_test(pairs: list[tuple[float, flo
         expected = stats.ttest_rel(list(values.values()), list(base.values())).confidence_interval(0.95)
         assert numpy.allclose(found.interval, expected, rtol=1e-9, atol=1e-9)
         if min(abs(expected.low), abs(expected.high)) > 1e-9:  # nearer to zero, rounding decides
-            assert (verdict(found, True) == "cannot be told") == (expected.low < 0 < expected.high)
+            assert (verdict(found, True) == "inconclusive") == (expected.low < 0 < expected.high)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))
@@ -44,13 +44,13 @@ def test_verdicts_follow_the_interval_and_the_direction() -> None:
     for low, high, if_higher, if_lower in (
         (0.1, 0.2, "better", "worse"),
         (-0.2, -0.1, "worse", "better"),
-        (-0.1, 0.2, "cannot be told", "cannot be told"),
-        (0.0, 0.2, "cannot be told", "cannot be told"),
+        (-0.1, 0.2, "inconclusive", "inconclusive"),
+        (0.0, 0.2, "inconclusive", "inconclusive"),
     ):
         found = Difference((low + high) / 2, (low, high), 3, 1.0)
         assert verdict(found, True) == if_higher
         assert verdict(found, False) == if_lower
-    assert verdict(Difference(5.0, None, 1, 1.0), True) == verdict(None, True) == "cannot be told"
+    assert verdict(Difference(5.0, None, 1, 1.0), True) == verdict(None, True) == "inconclusive"
 
 
 def test_only_common_seeds_are_paired() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from secateur.cli import main
 from secateur.errors import SecateurError
+from secateur.lab.config import read_experiment
+from secateur.lab.runs import differing
 from secateur.lab.sweep import cells_of
 from tests.damage import damage, damages, refused
 
@@ -60,7 +64,7 @@ def test_cells(tmp_path: Path) -> None:
         (BASE, "has no [axes]"),
         (BASE + "[axis]\nseed = [0]", "Did you mean 'axes'?"),
         (BASE + "[axes]\nseed = 3", "must be a list"),
-        (BASE + "[axes]\nsteps = [3]", "stands in [base] and in [axes]"),
+        (BASE + "[axes]\nsteps = [3]", "is in [base] and in [axes]"),
         (BASE + "[axes]\nsede = [3]", "Did you mean 'seed'?"),
         (BASE + '[axes]\nregrow = ["gradiant"]', "Did you mean 'gradient'?"),
         (BASE + '[axes]\nscope = ["models"]', "Did you mean 'model'?"),
@@ -115,6 +119,13 @@ def test_every_grid_in_the_recipes_is_one() -> None:
         axes, cells = cells_of(path)
         assert "score" in axes
         assert len(cells) > 10
+
+
+def test_no_two_recipes_differ_in_one_setting() -> None:
+    """Such a pair is a recipe and `secateur train RECIPE --set NAME=VALUE`, or a grid."""
+    recipes = {path.name: asdict(read_experiment(path, {})) for path in (ROOT / "recipes").glob("*.toml")}
+    for (one, first), (other, second) in itertools.combinations(recipes.items(), 2):
+        assert len(differing([first, second])) > 1, f"{one} and {other}"
 
 
 def test_shares_of_a_sweep_make_the_whole(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

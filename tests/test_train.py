@@ -333,7 +333,7 @@ def test_model_and_data_must_go_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["lenet5-movement-90", "resnet18-state-50", "gpt-python-variance-80", "gpt-small-dense"]
+    "recipe", ["lenet5-mnist-variance-90", "resnet18-variance-90", "gpt-python-variance-80", "gpt-small-dense"]
 )
 def test_dry_runs(recipe: str) -> None:
     assert dry_run(read_experiment(ROOT / "recipes" / f"{recipe}.toml", {}), cpu=True).startswith("ok: ")
@@ -341,7 +341,7 @@ def test_dry_runs(recipe: str) -> None:
 
 def test_every_recipe_is_an_experiment() -> None:
     recipes = sorted((ROOT / "recipes").glob("*.toml"))
-    assert len(recipes) > 30
+    assert len(recipes) >= 10
     for recipe in recipes:
         assert recipe.read_text().startswith("# ")
         assert name_of(read_experiment(recipe, {}))

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from secateur.files import write
-from secateur.lab.compare import Comparison, compare, kept_choices, noise
+from secateur.lab.compare import BASELINE, Comparison, Entry, best_first, compare, mean_quality, noise, written
+from secateur.lab.plots import cost_by_sparsity, differences
 from secateur.lab.record import ROOT, results_folder
-from secateur.lab.runs import Measure, read_kept
-from secateur.lab.statistics import exponential, percent
-from secateur.lab.tables import BASELINE, Entry, Table
+from secateur.lab.runs import Measure, kept_choices, read_kept
+from secateur.lab.statistics import percent
 
 PREFIX = "campaign-"
 RIVAL = "score=magnitude"  # the score to beat: of several rows, each has the one that agrees with it in all else
@@ -35,15 +34,9 @@ def comparison(path: Path) -> Comparison:
     return compare(read_kept(path), *kept_choices([path]))
 
 
-def _final(found: Comparison) -> Table:
-    (table,) = [table for table in found.tables if table.name == "final"]
-    return table
-
-
 def entries(found: Comparison) -> list[Entry]:
     """The rows at the end of training by their sparsity, best first."""
-    sign = -1 if found.measure.higher_is_better else 1
-    return sorted(_final(found).entries, key=lambda entry: (entry.final_sparsity, sign * entry.spread.mean))
+    return best_first(found.final, found.measure)
 
 
 def table(found: Comparison) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
@@ -59,7 +52,7 @@ def table(found: Comparison) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     rows = []
     for several in zip(*columns, strict=True):
         entry = several[0]
-        mean = exponential(entry.spread.mean) if measure.logarithmic else entry.spread.mean
+        mean = mean_quality(entry, measure)
         seeds = ", ".join(_number(value, measure.logarithmic) for value in entry.qualities.values())
         own = entry.label, f"{entry.sparsity:.2%}", _number(mean, measure.logarithmic), seeds
         rows.append((*own, *(word for one in several for word in _judged(one, measure))))
@@ -80,13 +73,12 @@ def _judged(entry: Entry, measure: Measure) -> tuple[str, str]:
     share = percent(entry.difference, logarithmic=measure.logarithmic)
     if not math.isfinite(share.mean):
         return "-", entry.verdict
-    around = "" if share.interval is None else f" [{share.interval[0]:+.1f}, {share.interval[1]:+.1f}]"
-    return f"{share.mean:+.1f} %{around}", entry.verdict
+    return written(share, "+.1f", " %"), entry.verdict
 
 
 def noise_at_the_end(found: Comparison) -> str:
-    """What differences in the table are worth, in a sentence; empty where it has too few runs to say."""
-    return noise(_final(found), found.measure)
+    """Which differences in the table may be chance, in a sentence; empty for too few runs."""
+    return noise(found.tables[0], found.measure)
 
 
 def source(found: Comparison) -> str:
@@ -106,6 +98,7 @@ VERSUS = {
     f"{PREFIX}lenet5-fashion": "LeNet-5, Fashion-MNIST, 3 epochs",
 }
 OURS = "score=variance"
+SHOWN = ("magnitude", "variance")  # in the figure of the README
 
 
 def against_rival(least: float = 0.0) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
@@ -120,7 +113,8 @@ def against_rival(least: float = 0.0) -> tuple[Sequence[str], Sequence[Sequence[
             if ours.final_sparsity < least - 1e-3:
                 continue
             figures = [
-                _number(_mean(entry, found.measure), found.measure.logarithmic) for entry in (dense, theirs, ours)
+                _number(mean_quality(entry, found.measure), found.measure.logarithmic)
+                for entry in (dense, theirs, ours)
             ]
             difference = f"{_judged(ours, found.measure)[0]}: {ours.verdict}"
             rows.append((words, f"{ours.sparsity:.0%}", *figures, difference, str(len(ours.values))))
@@ -135,69 +129,15 @@ def _beside_rival(found: Comparison) -> list[tuple[Entry, Entry, Entry]]:
     return [(dense, entry, whole[entry.label.replace(OURS, RIVAL)]) for entry in ours]
 
 
-def _mean(entry: Entry, measure: Measure) -> float:
-    return exponential(entry.spread.mean) if measure.logarithmic else entry.spread.mean
-
-
 def headline(found: Comparison) -> str:
-    """What pruning costs over dense training, by sparsity and score, with every seed: an SVG."""
-    from secateur.lab.page import figure
-
-    whole = _beside_rival(found)
-
-    def draw(axes: Any) -> None:
-        for place, name, colour in ((2, "magnitude", "#d55e00"), (1, "variance (default)", "#0072b2")):
-            means, sparsities = [], []
-            for several in whole:
-                dense, entry = several[0].qualities, several[place]
-                costs = [100 * (entry.qualities[seed] / dense[seed] - 1) for seed in entry.qualities if seed in dense]
-                means.append(sum(costs) / len(costs))
-                sparsities.append(100 * entry.sparsity)
-                axes.plot([sparsities[-1]] * len(costs), costs, "o", color=colour, markersize=4, alpha=0.5)
-            axes.plot(sparsities, means, "-", color=colour, linewidth=2, label=name)
-            axes.annotate(f"{means[-1]:+.1f} %", (sparsities[-1], means[-1]), (6, -3), textcoords="offset points")
-        axes.axhline(0, color="#374151", linewidth=1)
-        axes.set_xlim(right=97)
-        axes.set_xticks([50, 60, 70, 80, 90], ["50 %", "60 %", "70 %", "80 %", "90 %"])
-        axes.set_xlabel("sparsity of the prunable weights")
-        axes.set_ylabel("perplexity above dense, %")
-        axes.legend(loc="upper left", frameon=False)
-
-    return figure(draw, width=6.4, height=3.0)
+    """The distance from dense by sparsity of the default score and of its rival, with every seed: an SVG."""
+    runs = [run for row in found.rows for run in row.runs if run.settings["score"] in (None, *SHOWN)]
+    return cost_by_sparsity(compare(runs, found.axes, found.baseline), width=6.4, height=3.0)
 
 
 def picture(found: Comparison) -> str:
     """Every row against the baseline, seed by seed, with the mean and its interval: an SVG."""
-    from secateur.lab.page import figure
-
-    measure, whole = found.measure, entries(found)
-    compared = [(entry, entry.difference) for entry in whole if entry.difference][::-1]
-    shares = [(entry, percent(difference, logarithmic=measure.logarithmic)) for entry, difference in compared]
-    shown = [(entry, share) for entry, share in shares if math.isfinite(share.mean)]
-    base = {entry.label: entry.qualities for entry in whole}
-    names = without_common([entry.label for entry, _ in shown])
-
-    def draw(axes: Any) -> None:
-        for place, (entry, share) in enumerate(shown):
-            low, high = share.interval or (share.mean, share.mean)
-            axes.plot([low, high], [place, place], color="#9ca3af", linewidth=5, alpha=0.6, solid_capstyle="butt")
-            ours, theirs = entry.qualities, base[entry.baseline or ""]
-            each = [100 * (ours[seed] / theirs[seed] - 1) for seed in ours if theirs.get(seed)]
-            axes.plot(each, [place] * len(each), "o", color="#0072b2", markersize=4, alpha=0.7)
-            axes.plot([share.mean], [place], "|", color="#111827", markersize=13, markeredgewidth=2)
-        axes.axvline(0, color="#d55e00", linewidth=1)
-        axes.set_yticks(range(len(shown)), names, fontsize="small")
-        axes.set_ylim(-0.6, len(shown) - 0.4)
-        axes.set_xlabel(f"{measure.name}, percent from {found.baseline or found.rows[0].label}", fontsize="small")
-
-    return figure(draw, width=8.0, height=1.1 + 0.28 * len(shown))
-
-
-def without_common(labels: Sequence[str]) -> list[str]:
-    """Labels of rows without the settings that all of them name."""
-    parts = [label.split(", ") for label in labels]
-    common = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
-    return [", ".join(word for word in words if word not in common) for words in parts]
+    return differences(found, width=8.0, from_baseline=True)
 
 
 def main() -> None:

@@ -145,8 +145,9 @@ def step(walk: Walk) -> None:
 def prune(walk: Walk) -> None:
     """`sc.prune(model, batches, rounds=5, reconstruct="every")` on a small transformer."""
     model, data = Transformer(), batches(4)
+    function = sc.prune  # imported on first use, which is no part of the walk
     with walk.follow():
-        sc.prune(model, data, rounds=5, reconstruct="every")
+        function(model, data, rounds=5, reconstruct="every")
 
 
 GRID = """

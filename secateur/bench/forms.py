@@ -24,7 +24,7 @@ ADAMWPRUNE = "bitter7"  # the score that AdamWPrune wrote as |w| (|v| + 1e-8)^0.
 
 @dataclass(frozen=True)
 class Case:
-    """What a form prunes: layers, by which score, to which sparsity."""
+    """Layers to prune, with score and sparsity."""
 
     layers: Layers
     score: Score
@@ -126,7 +126,7 @@ def global_unstructured(case: Case) -> list[Tensor]:
 
 
 def scored_tensors(case: Case) -> list[ScoredTensor]:
-    """The layers as a selection takes them."""
+    """The layers as input of a selection."""
     found = []
     for number, (w, v) in enumerate(case.layers):
         facts = case.facts(w, v)

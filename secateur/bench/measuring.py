@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,21 +10,13 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-WARM_UP = 3  # untimed calls: kernels compile, the allocator gets its blocks
-COPIED = {"gpu": 2 << 30, "cpu": 256 << 20}  # bytes of the copy that measures the bandwidth, far beyond any cache
+WARM_UP = 3  # untimed calls, in which kernels compile and the allocator fills its cache
+COPIED = {"gpu": 2 << 30, "cpu": 256 << 20}  # bytes of the copy that measures the bandwidth, larger than any cache
 
 
 def kind(device: torch.device) -> str:
     """ "cpu" or "gpu": which default sizes a benchmark takes on this device."""
     return "cpu" if device.type == "cpu" else "gpu"
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1, for options that count."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"at least 1, got {text}")
-    return number
 
 
 def synchronize(device: torch.device) -> None:
@@ -92,12 +83,12 @@ def _cpu_peak(function: Callable[[], Sequence[Tensor]]) -> tuple[int, int]:
 
 
 def ratio(value: float, right: bool, wrong: str = "masks differ", digits: int = 2) -> str:
-    """A ratio for a table; `wrong` where the results it compares are not equal, so that no ratio is shown."""
+    """A ratio for a table, or `wrong` instead if the compared results are not equal."""
     return f"{value:.{digits}f}x" if right else wrong
 
 
 def against(value: float, bar: float, right: bool = True, wrong: str = "masks differ") -> str:
-    """How a figure compares with its bar, which is the largest that is good enough."""
+    """How a figure compares with its bar, the largest acceptable value."""
     if not right:
         return wrong
     if value > 2 * bar:

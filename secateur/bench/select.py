@@ -44,7 +44,7 @@ FORMS: dict[str, dict[str, Form]] = {
     "gpu": {**EXACT, **SAMPLED, "topk": forms.topk, "kthvalue": forms.kthvalue},
     "cpu": {**EXACT, **SAMPLED, "kthvalue": forms.kthvalue, "global_unstructured": forms.global_unstructured},
 }
-SLOW = {"gpu": ("kthvalue",), "cpu": ("kthvalue", "global_unstructured")}  # seconds a call, so few of them are made
+SLOW = {"gpu": ("kthvalue",), "cpu": ("kthvalue", "global_unstructured")}  # seconds per call, so only a few are timed
 SLOW_CALLS = 3  # on a GPU
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"dims": [1024, 2048], "layers": 12, "calls": 5, "rounds": 4},
@@ -130,7 +130,7 @@ def measure_cpu(case: Case, calls: int, rounds: int) -> dict[str, Any]:
 
 def return_memory() -> None:
     """Ask glibc to return freed memory to the system; other C libraries have no such call."""
-    with contextlib.suppress(AttributeError, OSError):
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # Windows does not take None
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -145,7 +145,7 @@ def _title(size: dict[str, Any]) -> str:
 
 
 def _error(size: dict[str, Any], name: str) -> str:
-    """By how many weights a form missed the count; records without the count asked for half."""
+    """How many weights too many or too few a form pruned; records without the count asked for half."""
     off = size["pruned"][name] - size.get("asked", round(0.5 * size["weights"]))
     return f"{off:+,}" if off else "0"
 

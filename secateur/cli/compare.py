@@ -17,9 +17,9 @@ EXAMPLE = "secateur compare sweeps/digits --by score,sparsity --out compare.html
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, folders that hold runs, or --json files")
     parser.add_argument(
-        "--baseline", metavar="NAME", help="row to compare the others with, such as score=magnitude (the first)"
+        "--baseline", metavar="NAME", help="row to compare the others with, such as score=magnitude (the first row)"
     )
-    parser.add_argument("--by", help="settings in which rows may differ, such as score,sparsity (whatever differs)")
+    parser.add_argument("--by", help="settings in which rows may differ, such as score,sparsity (one setting)")
     add_out(parser, "write a page with curves, pictures and tables, such as compare.html")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers, those of every seed included")
 
@@ -31,8 +31,8 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from secateur.lab import record
-    from secateur.lab.compare import compare, kept_choices
-    from secateur.lab.runs import read_runs
+    from secateur.lab.compare import compare
+    from secateur.lab.runs import kept_choices, read_runs
 
     runs, unfinished = read_runs(options.runs)
     for folder in unfinished:

@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     import_torch()
-    from secateur.lab.prepare import prepare
+    from secateur.lab.data import prepare
 
     meta = prepare(options.text, options.out, options.tokenizer, options.held_out, overwrite=options.overwrite)
     counts = f"{meta['tokens']['train']:,} training and {meta['tokens']['val']:,} held-out tokens"

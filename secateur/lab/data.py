@@ -1,9 +1,13 @@
-"""Text as tokens: what a language model trains on, and what it is judged on."""
+"""Datasets by name: one table of them, text as tokens, and `secateur data`, which turns text into token files."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
 import zlib
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,21 +15,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.errors import DataError, nearest
-from secateur.files import existing_folder, read_json
-from secateur.integrations import text
-from secateur.integrations.text import BETWEEN, stream_documents
+from secateur.errors import DataError, library, nearest
+from secateur.files import appearing, check_folder, check_room, claimed, existing_folder, read_json, write
+from secateur.integrations.folder import check_free
+from secateur.integrations.text import (
+    BETWEEN,
+    PIECE,
+    VOCABULARY,
+    read_documents,
+    standard_library,
+    stream_documents,
+    token_pieces,
+)
 from secateur.lab.images import Images, cifar, digits, fingerprint_of, generator, mnist
 
-HELD_OUT = 10  # one part in so many, where the data does not come split
-STREAMED = 1 << 27  # bytes read of a dataset that arrives as a stream
-CHUNK = 1 << 22  # tokens looked at together when the largest is sought
-DTYPES = {"uint16": torch.uint16, "uint32": torch.int32}  # torch reads uint32 as int32: no vocabulary reaches 2^31
+__all__ = ["FORMS", "Images", "Tokens", "load", "prepare"]
+
+HELD_OUT = 10  # one part in ten is held out where the data does not come split
+STREAMED = 1 << 27  # bytes read of a streamed dataset
+CHUNK = 1 << 22  # tokens at a time in the search for the largest one
+DTYPES = {"uint16": torch.uint16, "uint32": torch.int32}  # torch maps uint32 as int32: no vocabulary reaches 2^31
+CODES = {"uint16": "H", "uint32": "I"}  # type codes of Python's arrays
+LETTERS_PER_TOKEN = 4  # a rough guess for tokenizers, to check the free disk space
+GPT2 = "gpt2:"
+GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # the names at OpenAI and at Hugging Face
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Flat training and held-out tokens; those of .bin files stay on disk and are read as they are used."""
+    """Flat training and held-out tokens; .bin files are memory-mapped."""
 
     train: Tensor
     held_out: Tensor
@@ -33,30 +51,30 @@ class Tokens:
     name: str
 
     def batch(self, step: int, size: int, context: int, seed: int) -> Tensor:
-        """Random windows of the training tokens: int64 [size, context + 1]; depends on the arguments alone."""
+        """Random windows of the training tokens, int64 [size, context + 1]; a function of the arguments alone."""
         self._check_room(self.train, "training", context)
         starts = torch.randint(0, self.train.numel() - context, (size,), generator=generator("tokens", seed, step))
         return self._windows(self.train, starts, context)
 
     def evaluation(self, context: int, most: int | None = None) -> Tensor:
-        """Consecutive windows of the held-out tokens, none overlapping: int64 [n, context + 1].
+        """Consecutive held-out windows without overlap, int64 [n, context + 1]: all, or `most` of them evenly spread.
 
-        All of them, so that only an end shorter than a window is left out; or `most` of them, spread evenly.
+        A remainder shorter than a window is dropped.
         """
         self._check_room(self.held_out, "held-out", context)
         count = self.held_out.numel() // (context + 1)
         taken = count if most is None else min(most, count)
         if taken < 1:
-            raise DataError(f"{most} windows evaluate nothing; ask for at least 1 of the {count:,} in {self.name}.")
+            raise DataError(f"evaluation must be at least 1 window, got {most}; {self.name} has {count:,}.")
         starts = torch.arange(taken) * count // taken * (context + 1)
         return self._windows(self.held_out, starts, context)
 
     def fingerprint(self) -> str:
-        """What tells this data from other data of the same name."""
+        """A hash that tells this data from other data of the same name."""
         return fingerprint_of(self.train, self.held_out)
 
     def check_vocabulary(self, model: int) -> None:
-        """Refuse a model that has no embedding for some of these tokens."""
+        """Refuse a model whose embedding is smaller than this vocabulary."""
         if self.vocabulary > model:
             raise DataError(
                 f"{self.name} has a vocabulary of {self.vocabulary:,}, the model one of {model:,}. Give the model at"
@@ -76,41 +94,41 @@ class Tokens:
         if low < 0 or high >= self.vocabulary:
             raise DataError(
                 f"{self.name} holds the token {high if low >= 0 else low}, outside its vocabulary of"
-                f" {self.vocabulary:,}: its tokenizer or dtype is another than meta.json or tokenizer.json says."
+                f" {self.vocabulary:,}: check the vocabulary and dtype in its meta.json or tokenizer.json."
             )
         return found
 
 
 def python_tokens(name: str) -> Tokens:
-    """The bytes of Python's standard library."""
-    found = text.standard_library()
-    return Tokens(found.train, found.held_out, text.VOCABULARY, name)
+    """The source of Python's standard library, as bytes."""
+    found = standard_library()
+    return Tokens(found.train, found.held_out, VOCABULARY, name)
 
 
 def text_tokens(path: str, name: str) -> Tokens:
-    """The bytes of a file, the last tenth held out."""
+    """A file as bytes; the last tenth is held out."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"{file} is {'a folder' if file.exists() else 'not there'}; text:FILE takes one file.")
     size = file.stat().st_size
     if size < HELD_OUT:
-        raise DataError(f"{file} has {size} bytes, too few to hold a tenth of them out. Give a longer text.")
+        raise DataError(f"{file} has {size} bytes, too few to hold out a tenth. Give a longer text.")
     mapped = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     first = size - size // HELD_OUT
-    return Tokens(mapped[:first], mapped[first:], text.VOCABULARY, name)
+    return Tokens(mapped[:first], mapped[first:], VOCABULARY, name)
 
 
 def dataset_tokens(path: str, name: str) -> Tokens:
-    """The bytes of the first documents of a Hugging Face dataset, streamed; a tenth of the documents is held out."""
+    """The first documents of a Hugging Face dataset as bytes, streamed; a tenth of the documents is held out."""
     parts = split_by_content(stream_documents(f"dataset:{path}"))
     if not all(parts):
-        raise DataError(f"{name} has too few documents to hold a tenth of them out.")
+        raise DataError(f"{name} has too few documents to hold out a tenth. Use a larger dataset or split.")
     train, held_out = (torch.frombuffer(part, dtype=torch.uint8) for part in parts)
-    return Tokens(train, held_out, text.VOCABULARY, name)
+    return Tokens(train, held_out, VOCABULARY, name)
 
 
 def split_by_content(documents: Iterable[str]) -> tuple[bytearray, bytearray]:
-    """Training and held-out bytes. A document's content says where it goes, so its copies go there too."""
+    """Training and held-out bytes. The split is by a hash of the document, so that copies land on the same side."""
     parts = bytearray(), bytearray()
     for document in documents:
         raw = (document + BETWEEN).encode()
@@ -121,21 +139,21 @@ def split_by_content(documents: Iterable[str]) -> tuple[bytearray, bytearray]:
 
 
 def file_tokens(path: str, name: str) -> Tokens:
-    """train.bin and val.bin of a folder, flat little-endian numbers, with meta.json or tokenizer.json beside them."""
+    """train.bin and val.bin of a folder, flat little-endian integers, with an optional meta.json or tokenizer.json."""
     folder = existing_folder(path)
     meta = read_json(folder / "meta.json", dict) if (folder / "meta.json").exists() else {}
-    told = meta.get("vocabulary", meta.get("vocab_size", _tokenizer_size(folder)))
-    if told is not None and (type(told) is not int or told < 1):
-        raise DataError(f"{folder / 'meta.json'} says vocabulary {told!r}; a whole number of at least 1 is needed.")
+    size = meta.get("vocabulary", meta.get("vocab_size", _tokenizer_size(folder)))
+    if size is not None and (type(size) is not int or size < 1):
+        raise DataError(f"{folder / 'meta.json'} says vocabulary {size!r}; it must be a whole number of at least 1.")
     dtype = meta.get("dtype", "uint16")
     if dtype not in DTYPES:
         raise DataError(f"{folder / 'meta.json'} says dtype {dtype!r}; {' and '.join(DTYPES)} are known.")
-    if dtype == "uint16" and (told or 0) > 1 << 16:
+    if dtype == "uint16" and (size or 0) > 1 << 16:
         raise DataError(
-            f'{folder} has {told:,} tokens, more than uint16 holds. Write meta.json: {{"dtype": "uint32"}}.'
+            f'{folder} has a vocabulary of {size:,}, too large for uint16. Put {{"dtype": "uint32"}} into meta.json.'
         )
     train, held_out = (_mapped(folder / f"{part}.bin", dtype, _count(meta, part)) for part in ("train", "val"))
-    return Tokens(train, held_out, told or 1 + max(map(_largest, (train, held_out))), name)
+    return Tokens(train, held_out, size or 1 + max(map(_largest, (train, held_out))), name)
 
 
 def _count(meta: dict[str, Any], part: str) -> int | None:
@@ -154,7 +172,7 @@ def _mapped(path: Path, dtype: str, count: int | None) -> Tensor:
 
 
 def _tokenizer_size(folder: Path) -> int | None:
-    """One more than the largest number in tokenizer.json, if it is there."""
+    """The vocabulary size according to tokenizer.json, if there is one."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
@@ -164,17 +182,16 @@ def _tokenizer_size(folder: Path) -> int | None:
         numbers = list(known.values()) if isinstance(known, dict) else list(range(len(known)))  # Unigram has a list
         return 1 + max(numbers + [token["id"] for token in found.get("added_tokens", [])])
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f'{path} holds no vocabulary: {error!r}. Say it in meta.json: {{"vocabulary": N}}.') from error
+        raise DataError(f'{path} has no vocabulary: {error!r}. Put {{"vocabulary": N}} into meta.json.') from error
 
 
 def _largest(tokens: Tensor) -> int:
     return max(int(part.long().max()) for part in tokens.split(CHUNK))
 
 
-__all__ = ["FORMS", "Images", "Tokens", "load"]
-
-Reader = Callable[[str, str], Tokens | Images]  # what follows the colon, and the whole for the name
-READERS: dict[str, Reader] = {
+# Every dataset: the form users write, and a function of what follows the colon and of the whole name. A new dataset is
+# one more entry.
+DATASETS: dict[str, Callable[[str, str], Tokens | Images]] = {
     "python": lambda _, name: python_tokens(name),
     "digits": lambda _, name: digits(name),
     "tokens:FOLDER": file_tokens,
@@ -185,15 +202,146 @@ READERS: dict[str, Reader] = {
     "cifar10:FOLDER": lambda path, name: cifar(path, name, 10),
     "cifar100:FOLDER": lambda path, name: cifar(path, name, 100),
 }
-FORMS = {form.partition(":")[0]: form for form in READERS}
+FORMS = {form.partition(":")[0]: form for form in DATASETS}
 
 
 def load(spec: str) -> Tokens | Images:
-    """The data that a spec names; see FORMS for all there are."""
+    """The dataset named by `spec`, such as "python" or "mnist:FOLDER"; FORMS lists all of them."""
     word, _, rest = spec.partition(":")
     if word not in FORMS:
-        raise DataError(f"No data {spec!r}.{nearest(word, FORMS)} Use one of {', '.join(FORMS.values())}.")
+        raise DataError(f"There is no dataset {spec!r}.{nearest(word, FORMS)} Use one of {', '.join(FORMS.values())}.")
     form = FORMS[word]
     if bool(rest) != (":" in form):
-        raise DataError(f"{spec!r} {'says too much' if rest else 'does not say where'}; the form is {form!r}.")
-    return READERS[form](rest, spec)
+        raise DataError(f"{spec!r} {'takes nothing after the colon' if rest else 'lacks a place'}: write {form!r}.")
+    return DATASETS[form](rest, spec)
+
+
+def prepare(
+    source: str, out: Path, tokenizer: str = "byte", held_out: float = 0.1, *, overwrite: bool = False
+) -> dict[str, Any]:
+    """Write train.bin, val.bin, meta.json and the tokenizer; returns what is in meta.json.
+
+    The folder appears only when it is complete. `held_out` is the fraction of the text for val.bin.
+    """
+    folder = out.expanduser().absolute()
+    if not 0 < held_out < 1:
+        raise DataError(f"--held-out must be a fraction between 0 and 1, such as 0.1; got {held_out:g}.")
+    with claimed(folder):
+        check_free(folder, overwrite, "data set", ("meta.json",))
+        check_folder(folder)
+        return _prepare(source, folder, tokenizer, held_out)
+
+
+def _prepare(source: str, folder: Path, tokenizer: str, held_out: float) -> dict[str, Any]:
+    encoder = read_tokenizer(tokenizer)
+    size = VOCABULARY if encoder is None else 1 + max(encoder.get_vocab().values())
+    dtype = "uint16" if size <= 1 << 16 else "uint32"
+    documents = read_documents(source)
+    letters = sum(map(len, documents)) // (1 if encoder is None else LETTERS_PER_TOKEN)
+    check_room(folder, letters * array(CODES[dtype]).itemsize)
+    digest = hashlib.sha256(BETWEEN.join(documents).encode()).hexdigest()
+    with appearing(folder) as partial:
+        parts = zip(("train", "val"), split_documents(documents, held_out), strict=True)
+        counts = {part: _write(partial / f"{part}.bin", CODES[dtype], _numbers(encoder, text)) for part, text in parts}
+        if not all(counts.values()):
+            found = " and ".join(f"{count:,} tokens in {part}.bin" for part, count in counts.items())
+            raise DataError(f"{source} would give {found}. Give a longer text.")
+        if encoder is not None:
+            encoder.save(str(partial / "tokenizer.json"))
+        meta = {"vocabulary": size, "dtype": dtype, "tokens": counts, "tokenizer": tokenizer}
+        meta |= {"source": source, "sha256": digest, "held_out": held_out}
+        write(partial / "meta.json", json.dumps(meta, indent=1) + "\n")
+    return meta
+
+
+def read_tokenizer(name: str) -> Any:
+    """A tokenizer of the library `tokenizers`; None for bytes."""
+    if name == "byte":
+        return None
+    tokenizers = library("tokenizers", f"The tokenizer {name}", "'secateur[lab]'")
+    if name.startswith(GPT2):
+        return _gpt2(tokenizers, existing_folder(name.removeprefix(GPT2)))
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise DataError(f"There is no tokenizer {name}. Use byte, a tokenizer.json, or gpt2:FOLDER.")
+    try:
+        found = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower class
+        raise DataError(f"{path} is not a tokenizer.json: {error}.") from error
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def _gpt2(tokenizers: Any, folder: Path) -> Any:
+    for names in GPT2_FILES:
+        vocabulary, merges = (folder / name for name in names)
+        if vocabulary.is_file() and merges.is_file():
+            break
+    else:
+        pairs = ", or ".join(" and ".join(names) for names in GPT2_FILES)
+        raise DataError(f"{folder} does not hold GPT-2's tokenizer: {pairs}.")
+    try:
+        found = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocabulary), str(merges)))
+    except Exception as error:  # the library raises no narrower class
+        raise DataError(f"{vocabulary} and {merges.name} are not a byte-level BPE tokenizer: {error}.") from error
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = tokenizers.decoders.ByteLevel()
+    return found
+
+
+def split_documents(documents: Sequence[str], share: float) -> tuple[str, str]:
+    """Training and held-out text. Whole documents from the end are held out; a single document is split in two.
+
+    Copies of held-out documents are removed from the training text.
+    """
+    if len(documents) == 1:
+        place = _boundary(documents[0], share)
+        return documents[0][:place], documents[0][place:]
+    wanted, first = share * sum(map(len, documents)), len(documents)
+    while wanted > 0 and first > 1:
+        first -= 1
+        wanted -= len(documents[first])
+    held_out = set(documents[first:])
+    train = [document for document in documents[:first] if document not in held_out]
+    if len(train) < first:
+        copies = first - len(train)
+        print(f"secateur: removed {copies:,} copies of held-out documents from the training text", file=sys.stderr)
+    return BETWEEN.join(train), BETWEEN.join(documents[first:])
+
+
+def _boundary(text: str, share: float) -> int:
+    """Where to split a document: after the next paragraph, line or word that ends in the first half of the rest."""
+    place = round(len(text) * (1 - share))
+    for mark in (BETWEEN, "\n", " "):
+        found = text.find(mark, place, (place + len(text)) // 2)
+        if found >= 0:
+            return found + len(mark)
+    return place
+
+
+def _numbers(encoder: Any, text: str) -> Iterator[Iterable[int]]:
+    """The tokens of a text, in pieces."""
+    if encoder is None:
+        for start in range(0, len(text), PIECE):
+            yield list(text[start : start + PIECE].encode())
+        return
+
+    def encode(piece: str, **_: bool) -> dict[str, list[int]]:
+        return {"input_ids": encoder.encode(piece, add_special_tokens=False).ids}
+
+    for numbers in token_pieces(encode, text):
+        yield numbers.tolist()
+
+
+def _write(path: Path, code: str, pieces: Iterable[Iterable[int]]) -> int:
+    """Write the tokens, little endian on any machine, and return how many there were."""
+    count = 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            numbers = array(code, piece)
+            if sys.byteorder == "big":
+                numbers.byteswap()
+            numbers.tofile(file)
+            count += len(numbers)
+    return count

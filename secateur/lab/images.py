@@ -1,4 +1,4 @@
-"""Chance that depends on what is named and on nothing else, so that a resumed run draws what it would have drawn."""
+"""Image datasets: batches that depend only on step and seed, and readers of digits, MNIST and CIFAR files."""
 
 from __future__ import annotations
 
@@ -21,17 +21,34 @@ from torch import Tensor
 from secateur.errors import DataError, library
 from secateur.files import existing_folder, read_json, sole_folder
 
-SLICES, SLICE = 64, 1 << 16  # of a tensor that are read for its fingerprint, and numbers in each
+SLICES, SLICE = 64, 1 << 16  # a fingerprint reads this many slices of a tensor, each of this many elements
+PADDING = 4  # pixels added on every side before a random crop, as is usual for CIFAR
+DIGITS_HELD_OUT = 360  # the last fifth of the digits, mostly by other writers
+GZIP = b"\x1f\x8b"
+BYTES = 8  # the type code of unsigned bytes in an idx file
+SIDE, CHANNELS = 32, 3  # of CIFAR's images
+PIXELS = CHANNELS * SIDE * SIDE
+BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
+FILES = {10: (BATCHES, "test_batch", "labels"), 100: (("train",), "test", "fine_labels")}  # training, test, label key
+ARCHIVED = ("x_train", "y_train", "x_test", "y_test")
+ARRAYS = {  # every name in a pickled numpy array, before numpy 2 and since
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
+    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
+}
+EXTRA = "'secateur[lab]'"
+Labelled = tuple[Tensor, Tensor]  # images and their classes
 
 
 def generator(*words: int | str) -> torch.Generator:
-    """A generator for exactly these words: the same again in any process, unrelated to that of any other words."""
+    """A generator seeded by a hash of these words: a resumed run draws what it would have drawn, in any process."""
     digest = hashlib.sha256(repr(words).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def fingerprint_of(*tensors: Tensor) -> str:
-    """Some letters that differ when the data does: sizes and slices from all over, not to read gigabytes each time."""
+    """A hash of shapes, dtypes and evenly spaced slices, which is quick for gigabytes too."""
     digest = hashlib.sha256()
     for tensor in tensors:
         flat = tensor.reshape(-1)
@@ -42,14 +59,9 @@ def fingerprint_of(*tensors: Tensor) -> str:
     return digest.hexdigest()[:16]
 
 
-PADDING = 4  # pixels on every side that a crop may move into, as is usual for CIFAR
-DIGITS_HELD_OUT = 360  # the last fifth of the digits: mostly other writers than those before
-Labelled = tuple[Tensor, Tensor]
-
-
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Training and held-out images, uint8 [N, C, H, W], and their classes, int64; mean and std are those of pixels."""
+    """Training and held-out images, uint8 [N, C, H, W], and their classes, int64; mean and std are per channel."""
 
     inputs: Tensor
     targets: Tensor
@@ -62,10 +74,10 @@ class Images:
     augment: bool = False
 
     def batch(self, step: int, size: int, seed: int, device: torch.device | str = "cpu") -> Labelled:
-        """Normalised images and their classes; depends on the arguments alone. Bytes go to the device and become
-        numbers there.
+        """Normalised images and their classes on `device`; a function of the arguments alone.
 
-        Steps from 0 go through epochs without a gap: each holds every example once, in an order of its own.
+        Batches run through epochs without a gap; each epoch has every example once, in its own order. Images travel to
+        the device as bytes.
         """
         places = torch.arange(step * size, (step + 1) * size)
         epochs = places // len(self.inputs)
@@ -79,29 +91,29 @@ class Images:
         return self.normalised(inputs), self.targets[chosen].to(device)
 
     def evaluation(self, size: int) -> Iterator[Labelled]:
-        """Every held-out image once, in order, as it is."""
+        """Every held-out image once, in order, without augmentation."""
         for inputs, targets in zip(self.held_inputs.split(size), self.held_targets.split(size), strict=True):
             yield self.normalised(inputs), targets
 
     def fingerprint(self) -> str:
-        """What tells this data from other data of the same name."""
+        """A hash that tells this data from other data of the same name."""
         return fingerprint_of(self.inputs, self.targets, self.held_inputs, self.held_targets)
 
     def normalised(self, inputs: Tensor) -> Tensor:
-        """float32, with mean 0 and deviation 1 in each channel of the training images."""
+        """float32, scaled so that each channel of the training images has mean 0 and standard deviation 1."""
         mean, std = (torch.tensor(one, device=inputs.device)[:, None, None] for one in (self.mean, self.std))
         return (inputs.float() - mean) / std
 
 
-@lru_cache(maxsize=2)  # a batch may lie in two epochs, and the next one lies in the same
+@lru_cache(maxsize=2)  # a batch may span two epochs
 def order(count: int, seed: int, epoch: int) -> Tensor:
     """The order of the examples in an epoch."""
     return torch.randperm(count, generator=generator("epoch", seed, epoch))
 
 
 def moved(inputs: Tensor, draw: torch.Generator) -> Tensor:
-    """Each image cropped at a random place of its padded self, and half of them mirrored. What is drawn is drawn on the
-    host, so that it is the same wherever the images are."""
+    """Pad each image, crop it at a random place, and flip half of them. Random numbers come from the CPU, so that they
+    are the same on every device."""
     count, channels, height, width = inputs.shape
     down, right = torch.randint(0, 2 * PADDING + 1, (2, count, 1), generator=draw)
     mirrored = torch.rand(count, 1, generator=draw) < 0.5
@@ -113,13 +125,15 @@ def moved(inputs: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def make_images(train: Labelled, held_out: Labelled, classes: int, name: str, *, augment: bool = False) -> Images:
-    """Images that were checked, with the mean and deviation of the training pixels."""
+    """Check the images and labels, and add mean and standard deviation of the training pixels."""
     for which, (inputs, targets) in (("training", train), ("held-out", held_out)):
         if not len(inputs) or len(inputs) != len(targets):
             raise DataError(f"{name} has {len(inputs):,} {which} images and {len(targets):,} labels. Fetch it again.")
         if int(targets.min()) < 0 or int(targets.max()) >= classes:
             found = f"{int(targets.min())} to {int(targets.max())}"
-            raise DataError(f"{name} has {which} labels from {found}; they should be below {classes}. Is it another?")
+            raise DataError(
+                f"{name} has {which} labels from {found}; they should be below {classes}. Is it another dataset?"
+            )
     if train[0].shape[1:] != held_out[0].shape[1:]:
         shapes = " and ".join(str(list(inputs.shape[1:])) for inputs in (train[0], held_out[0]))
         raise DataError(f"{name} has training and held-out images of different shapes: {shapes}. Fetch it again.")
@@ -129,12 +143,12 @@ def make_images(train: Labelled, held_out: Labelled, classes: int, name: str, *,
 
 
 def _mean_and_std(pixels: Tensor) -> tuple[float, float]:
-    """From counts of each value, so that no float copy of the images is made."""
+    """From a histogram, which needs no float copy of the images."""
     counts = torch.bincount(pixels.flatten(), minlength=256).double()
     values = torch.arange(256).double()
     mean = (counts * values).sum() / counts.sum()
     std = ((counts * (values - mean).square()).sum() / counts.sum()).sqrt()
-    return float(mean), float(std) or 1.0  # a channel of one value has nothing to divide by
+    return float(mean), float(std) or 1.0  # a constant channel is not scaled
 
 
 def digits(name: str) -> Images:
@@ -147,12 +161,8 @@ def digits(name: str) -> Images:
     return make_images((inputs[:first], targets[:first]), (inputs[first:], targets[first:]), 10, name)
 
 
-GZIP = b"\x1f\x8b"
-BYTES = 8  # the type code of unsigned bytes in an idx file
-
-
 def mnist(path: str, name: str) -> Images:
-    """The idx files in the folder or below it."""
+    """MNIST or a dataset in its format: the idx files in the folder or below it."""
     folder = existing_folder(path)
     place = sole_folder(folder, ["train-images*idx3-ubyte*"])
     if place is None:
@@ -172,11 +182,11 @@ def _file(folder: Path, glob: str) -> Path:
     found = sorted(path for path in folder.glob(glob) if path.is_file())
     if not found:
         raise DataError(f"There is no {glob.replace('*', '-', 1).rstrip('*')}[.gz] in {folder}. Fetch the data again.")
-    return found[0]  # of a file and its compressed self, the file
+    return found[0]  # the uncompressed one, if both are there
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """The bytes of an idx file with so many dimensions."""
+    """The bytes of an idx file, compressed or not, with this number of dimensions."""
     raw = path.read_bytes()
     if raw.startswith(GZIP):
         try:
@@ -185,7 +195,9 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
             raise DataError(f"{path} is truncated or damaged: {error}. Fetch it again.") from error
     magic, header = bytes((0, 0, BYTES, dimensions)), 4 + 4 * dimensions
     if raw[:4] != magic:
-        raise DataError(f"{path} begins with {raw[:4].hex() or 'nothing'}; idx files of this kind with {magic.hex()}.")
+        raise DataError(
+            f"{path} starts with {raw[:4].hex() or 'nothing'}; an idx file of this kind with {magic.hex()}."
+        )
     if len(raw) < header:
         raise DataError(f"{path} is truncated within its header. Fetch it again.")
     shape = struct.unpack(f">{dimensions}I", raw[4:header])
@@ -195,22 +207,8 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=header).view(shape)
 
 
-SIDE, CHANNELS = 32, 3
-PIXELS = CHANNELS * SIDE * SIDE
-BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
-FILES = {10: (BATCHES, "test_batch", "labels"), 100: (("train",), "test", "fine_labels")}  # training, test, key
-ARCHIVED = ("x_train", "y_train", "x_test", "y_test")
-ARRAYS = {  # all that a pickled numpy array names, before numpy 2 and since
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
-    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
-}
-EXTRA = "'secateur[lab]'"
-
-
 def cifar(path: str, name: str, classes: int) -> Images:
-    """The data in the folder or below it, in whichever form it is there; crops and mirrors are on."""
+    """CIFAR from python batches, PNG batches or an .npz, in the folder or below it; with random crops and flips."""
     folder = existing_folder(path)
     for read in (_pickles, _pictures, _archive):
         parts = read(folder, classes)
@@ -227,7 +225,7 @@ def _pickles(folder: Path, classes: int) -> tuple[Labelled, Labelled] | None:
 
 
 def _pictures(folder: Path, classes: int) -> tuple[Labelled, Labelled] | None:
-    """Labels lie in train_labels.json and test_labels.json, which one package spells "lables"."""
+    """PNG batches, with labels in train_labels.json and test_labels.json; one package spells it "lables"."""
     training, test, _ = FILES[classes]
     place = sole_folder(folder, [f"{training[0]}.png"])
     parts = _parts(place, training, test, ".png", lambda path: (read_picture(path), torch.empty(0)))
@@ -243,14 +241,14 @@ def _json_labels(folder: Path, part: str) -> Tensor:
     path = next(iter(sorted(folder.glob(f"{part}_la*.json"))), folder / f"{part}_labels.json")
     labels = read_json(path, list)
     if not all(type(label) is int for label in labels):
-        raise DataError(f"{path} holds something other than whole numbers. Fetch the data again.")
+        raise DataError(f"{path} must be a list of whole numbers. Fetch the data again.")
     return torch.tensor(labels, dtype=torch.int64)
 
 
 def _parts(
     place: Path | None, training: tuple[str, ...], test: str, suffix: str, read: Callable[[Path], Labelled]
 ) -> tuple[Labelled, Labelled] | None:
-    """The training batches one after another, and the test batch."""
+    """The training batches, concatenated, and the test batch."""
     if place is None:
         return None
     missing = [name + suffix for name in (*training, test) if not (place / (name + suffix)).is_file()]
@@ -262,19 +260,19 @@ def _parts(
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Refuses every class and function that an array is not made of: a pickle can run anything else."""
+    """Loads numpy arrays and refuses every other class or function, since a pickle can run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ARRAYS:
             return super().find_class(module, name)
         if (module, name) == ("_codecs", "encode"):  # how protocol 2 writes bytes
             return _latin
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of an array")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of an array")
 
 
 def _latin(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it asks for the encoding {encoding}")
+        raise pickle.UnpicklingError(f"it names the encoding {encoding}")
     return text.encode("latin1")
 
 
@@ -286,8 +284,8 @@ def read_batch(path: Path, key: str) -> Labelled:
             found = _ArraysOnly(file, encoding="bytes").load()
         found = {name.decode() if isinstance(name, bytes) else name: value for name, value in found.items()}
         data, labels = found["data"], torch.tensor(found[key], dtype=torch.int64)
-    except Exception as error:  # a damaged pickle fails in any way there is
-        raise DataError(f"{path} is not a batch of CIFAR with {key!r}: {error!r}. Fetch it again.") from error
+    except Exception as error:  # a damaged pickle can raise anything
+        raise DataError(f"{path} is not a CIFAR batch with {key!r}: {error!r}. Fetch it again.") from error
     return _images(numpy, data, path), labels
 
 
@@ -296,13 +294,13 @@ def _archive(folder: Path, classes: int) -> tuple[Labelled, Labelled] | None:
     if not found:
         return None
     if len(found) > 1:
-        raise DataError(f"{folder} holds {len(found)} .npz files: {', '.join(map(str, found[:4]))}. Name one's folder.")
+        raise DataError(f"{folder} holds {len(found)} .npz files: {', '.join(map(str, found[:4]))}. Keep one of them.")
     numpy = library("numpy", f"Reading {found[0].name}", EXTRA)
     try:
         with found[0].open("rb") as file, numpy.load(file, allow_pickle=False) as opened:
             train, train_labels, test, test_labels = (opened[name] for name in ARCHIVED)
     except (KeyError, OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{found[0]} has no {', '.join(ARCHIVED)} to read: {error}.") from error
+        raise DataError(f"{found[0]} is not an archive of {', '.join(ARCHIVED)}: {error}.") from error
     return tuple(  # type: ignore[return-value]
         (_images(numpy, inputs, found[0]), torch.from_numpy(labels.reshape(-1).astype("int64")))
         for inputs, labels in ((train, train_labels), (test, test_labels))
@@ -310,25 +308,25 @@ def _archive(folder: Path, classes: int) -> tuple[Labelled, Labelled] | None:
 
 
 def _images(numpy: Any, data: Any, path: Path) -> Tensor:
-    """uint8 [N, 3, 32, 32] from an array in any of the shapes that are in use."""
+    """uint8 [N, 3, 32, 32] from an array in any of the usual layouts."""
     if not isinstance(data, numpy.ndarray) or data.dtype != numpy.uint8:
         raise DataError(f"{path} holds images as {getattr(data, 'dtype', type(data).__name__)}; uint8 is needed.")
     shape = tuple(data.shape[1:])
     if shape not in ((PIXELS,), (CHANNELS, SIDE, SIDE), (SIDE, SIDE, CHANNELS)):
         raise DataError(f"{path} holds images of shape {list(shape)}; CIFAR's have {CHANNELS} x {SIDE} x {SIDE}.")
-    pixels = torch.from_numpy(data.copy())  # of its own, as what a pickle gives may be read-only
+    pixels = torch.from_numpy(data.copy())  # an array from a pickle may be read-only
     return pixels.permute(0, 3, 1, 2).contiguous() if shape[-1] == CHANNELS else pixels.view(-1, CHANNELS, SIDE, SIDE)
 
 
 def read_picture(path: Path) -> Tensor:
-    """A PNG with one image a row of pixels, channels last."""
+    """A PNG with one image in each row of pixels, channels last."""
     pillow = library("PIL.Image", f"Reading {path.name}", EXTRA)
     try:
         with pillow.open(path) as picture:
             mode, (width, height), raw = picture.mode, picture.size, bytearray(picture.tobytes())
     except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{path} is truncated or no PNG: {error}. Fetch it again.") from error
+        raise DataError(f"{path} is truncated or not a PNG: {error}. Fetch it again.") from error
     if mode != "RGB" or width != SIDE * SIDE:
-        raise DataError(f"{path} is {mode}, {width} wide; batches are RGB, {SIDE * SIDE} wide, one image a row.")
+        raise DataError(f"{path} is {mode}, {width} wide; a batch is RGB, {SIDE * SIDE} wide, one image per row.")
     pixels = torch.frombuffer(raw, dtype=torch.uint8).view(height, SIDE, SIDE, CHANNELS)
     return pixels.permute(0, 3, 1, 2).contiguous()

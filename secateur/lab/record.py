@@ -1,4 +1,4 @@
-"""Records of measurements: commit, command, versions and hardware beside every raw sample, in one JSON file."""
+"""Records of measurements: every raw sample in one JSON file, with commit, command, versions and hardware."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from secateur.files import write
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 UNKNOWN = "unknown"
-# Read before anything is measured. Other processes on the same cores do not slow all calls equally: one waiting thread
-# holds up the others at the next barrier, so a small call takes as long as a time slice of the scheduler.
+# Read before anything is measured. Other processes on the same cores distort times: a thread that waits for its core
+# holds up all others at the next barrier, so a short call can take a whole time slice of the scheduler.
 LOAD_AT_START = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 BUSY = (os.cpu_count() or 1) / 4 < LOAD_AT_START
 
 
 def results_folder() -> Path:
-    """benchmarks/results of this clone; for an installed package, of the current folder."""
+    """benchmarks/results in this clone or, for an installed package, in the current folder."""
     base = ROOT if (ROOT / "benchmarks" / "results").is_dir() else Path.cwd()
     return base / "benchmarks" / "results"
 
@@ -48,18 +48,18 @@ def hardware(device: torch.device) -> str:
 
 
 def memory() -> str:
-    """The main memory of this machine, "unknown" where the system does not say."""
+    """The main memory of this machine; "unknown" if the system does not report it."""
     try:
         return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
-    except (AttributeError, OSError, ValueError):  # Windows has no sysconf, other systems not every name
+    except (AttributeError, OSError, ValueError):  # Windows has no sysconf, and macOS lacks some names
         return UNKNOWN
 
 
 def commit() -> str:
-    """The commit of this package, "+changes" after it if files differ; "unknown" if it is in no branch or tag.
+    """The commit of this package, with "+changes" if files differ from it; "unknown" if it is in no branch or tag.
 
-    SECATEUR_COMMIT overrides it, for a copy without history. Git is asked about this very file: a package inside the
-    checkout of another project, say in a virtual environment, must not record the commit of that project.
+    SECATEUR_COMMIT overrides it, for a copy without history. Git must track this very file: a package inside another
+    project's checkout, such as in a virtual environment, must not record the commit of that project.
     """
     if stated := os.environ.get("SECATEUR_COMMIT"):
         return stated
@@ -78,7 +78,7 @@ def _git(*words: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that can change a figure; triton only where it is installed."""
+    """Versions of Python, torch, secateur and, if installed, triton."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "secateur": secateur.__version__}
     with contextlib.suppress(ImportError):
         found["triton"] = importlib.import_module("triton").__version__
@@ -86,7 +86,7 @@ def versions() -> dict[str, str]:
 
 
 def command_of(options: argparse.Namespace) -> str:
-    """The command as it was given, without --out, which does not change what is measured."""
+    """The command as given, without --out."""
     given = options.invocation
     return given.replace(f" --out {shlex.quote(str(options.out))}", "") if options.out else given
 
@@ -113,8 +113,6 @@ def save(theme: str, data: dict[str, Any], options: argparse.Namespace, device: 
     slug = re.sub(r"[^a-z0-9]+", "-", record["hardware"].lower()).strip("-")
     path: Path = folder / f"{theme}_{slug}_{record['date']}.json"
     if BUSY and not path.exists():
-        print(
-            f"secateur: the machine was busy (load {LOAD_AT_START:.1f}), so the times are unreliable", file=sys.stderr
-        )
+        print(f"secateur: the machine was busy (load {LOAD_AT_START:.1f}), so times are unreliable", file=sys.stderr)
     write(path, json.dumps(record, indent=1) + "\n")
     return path

@@ -1,26 +1,35 @@
-"""Which settings differ among runs, and whether a table of them compares like with like."""
+"""Finished runs: read from folders or JSON, checked for a fair comparison, and grouped into rows over seeds."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from secateur.errors import ComparisonError, nearest
 from secateur.files import read_json
+from secateur.settings import parse
 
 Settings = Mapping[str, Any]
 SEED = "seed"
-# A seed is what a row is averaged over, and where a run was written says nothing about it.
-NEVER_COMPARED = (SEED, "out")
+SCORE = "score"
+NEVER_COMPARED = (SEED, "out")  # rows are averages over seeds, and the folder does not change a run
 NOT_SET = "not set"
+# Settings that have no effect on a dense run, which is one without a score.
+PRUNING = ("sparsity", "pattern", "regrow", "schedule", "begin", "end", "every", "scope", "allocation", "drop", "until")
+CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
+BUDGET = "budget"
+EXTENDED = "[extended]"
+AGAIN = "Train it again in another folder, or leave it out."
+EVALUATED = ("seconds", "held_out_loss", "quality", "sparsity")
+NOT_FINITE = ("nan", "inf", "infinity")
 
 
 def shown(value: Any) -> str:
-    """A setting as text. Equal texts are equal settings: 0 and 0.0, or null and "none"."""
+    """A setting as text; settings are equal if their texts are, such as 0 and 0.0, or null and "none"."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, int | float):
@@ -29,50 +38,65 @@ def shown(value: Any) -> str:
 
 
 def texts(settings: Settings) -> dict[str, str]:
-    """Everything two runs can differ in, as text."""
+    """The settings in which runs can differ, as text."""
     return {name: shown(value) for name, value in settings.items() if name not in NEVER_COMPARED}
 
 
 def differing(configs: Sequence[Settings]) -> dict[str, list[str]]:
-    """Each setting that is not the same everywhere, with its values in the order they are met."""
+    """The settings that are not the same in all runs, with their values in order of appearance."""
     found = [texts(config) for config in configs]
     names = dict.fromkeys(name for one in found for name in one)
     values = {name: list(dict.fromkeys(one.get(name, NOT_SET) for one in found)) for name in names}
     return {name: several for name, several in values.items() if len(several) > 1}
 
 
+def own_axes(configs: Sequence[Settings]) -> list[str]:
+    """The one setting in which runs may differ without being asked; an error if they differ in more.
+
+    Beside a dense run, a pruning setting that all pruned runs share does not count: a dense run has none.
+    """
+    different = differing(configs)
+    pruned = [config for config in configs if shown(config.get(SCORE)) != "none"]
+    among_pruned = differing(pruned)
+    mixed = 0 < len(pruned) < len(configs)
+    implied = [name for name in different if mixed and name in PRUNING and name not in among_pruned]
+    own = {name: values for name, values in different.items() if name not in implied}
+    if len(own) > 1:
+        raise ComparisonError(
+            f"These runs differ in {len(own)} settings: {_listed(own)}. Name the settings in which rows may differ,"
+            f" --by {','.join(different)}, or leave out the runs that do not belong."
+        )
+    return list(different)
+
+
 def check_fair(configs: Sequence[Settings], axes: Sequence[str]) -> None:
-    """Refuse a comparison along `axes` if anything but these and the seed differs."""
+    """Refuse runs that differ in anything but `axes` and the seed."""
     _check_axes(configs, axes)
     unfair = {name: values for name, values in differing(configs).items() if name not in axes}
     if unfair:
-        listed = "; ".join(f"{name} ({', '.join(values)})" for name, values in unfair.items())
         raise ComparisonError(
-            f"These runs differ in more than {', '.join(axes) or 'the seed'}: {listed}. What is meant to differ is"
-            f" named so: --by {','.join([*axes, *unfair])}. Otherwise leave out the runs that do not belong."
+            f"These runs differ in more than {', '.join(axes) or 'the seed'}: {_listed(unfair)}. If that is intended,"
+            f" say so: --by {','.join([*axes, *unfair])}. Otherwise leave out the runs that do not belong."
         )
+
+
+def _listed(different: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{name} ({', '.join(values)})" for name, values in different.items())
 
 
 def _check_axes(configs: Sequence[Settings], axes: Sequence[str]) -> None:
     known = list(dict.fromkeys(name for config in configs for name in texts(config)))
     for axis in axes:
         if axis == SEED:
-            raise ComparisonError("Rows cannot differ by seed: seeds are what a row is averaged over. Leave it out.")
+            raise ComparisonError("Rows cannot differ by seed: a row is an average over seeds. Leave it out of --by.")
         if axis not in known:
             hint = nearest(axis, known)
             raise ComparisonError(f"No run has a setting {axis!r}.{hint} Known: {', '.join(known)}.")
 
 
-CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
-BUDGET = "budget"
-AGAIN = "Train it again in another folder, or leave it out."
-EVALUATED = ("seconds", "held_out_loss", "quality", "sparsity")
-NOT_FINITE = ("nan", "inf", "infinity")
-
-
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model was worth on held-out data at one moment."""
+    """One evaluation on held-out data."""
 
     step: int
     seconds: float  # since training began
@@ -83,7 +107,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """One run: its settings, what it was worth on the way, and what came of it."""
+    """A finished run: its settings, evaluations and summary."""
 
     folder: Path
     settings: dict[str, Any]
@@ -98,18 +122,18 @@ class FinishedRun:
 
     @property
     def extended(self) -> bool:
-        """Whether it was given more training than the usual budget."""
+        """Whether it was trained for more steps than usual."""
         return self.settings.get(BUDGET) == "extended"
 
     @property
     def took(self) -> float:
-        """Seconds until the last evaluation was there, whether or not the summary counts that one."""
+        """Seconds until the last evaluation, which the summary may not include."""
         return max([self.final.seconds, *(one.seconds for one in self.evaluations)])
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[FinishedRun], list[Path]]:
-    """Every run in these folders and below them, or in these files, in order; and the folders of unfinished ones."""
-    known: set[Path] = set()  # named twice, read once
+    """The finished runs in these folders, below them or in these JSON files, in order; and unfinished runs' folders."""
+    known: set[Path] = set()  # a path given twice is read once
     finished: list[FinishedRun] = []
     unfinished: list[Path] = []
     for path in paths:
@@ -130,8 +154,8 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[FinishedRun], list[Path]]:
 def _folders(path: Path) -> list[Path]:
     if not path.is_dir():
         raise ComparisonError(
-            f"There is no folder {path}. Give folders that `secateur train` or `sweep` wrote, or files of `compare"
-            " --json`."
+            f"There is no folder {path}. Give folders written by `secateur train` or `sweep`, or files written by"
+            " `secateur compare --json`."
         )
     found = list(run_folders(path))
     if not found:
@@ -140,8 +164,8 @@ def _folders(path: Path) -> list[Path]:
 
 
 def run_folders(path: Path) -> Iterator[Path]:
-    """Folders of runs, by name. Nothing is looked for inside a run: a saved model has a config.json too."""
-    if any((path / name).exists() for name in (CONFIG, METRICS, SUMMARY)):  # one of them may be lost
+    """Folders of runs, by name. A run's own subfolders are not searched: a saved model has a config.json too."""
+    if any((path / name).exists() for name in (CONFIG, METRICS, SUMMARY)):  # any one of them may be missing
         yield path
         return
     for inner in sorted(path.iterdir()):
@@ -150,7 +174,7 @@ def run_folders(path: Path) -> Iterator[Path]:
 
 
 def read_run(folder: Path) -> FinishedRun:
-    """One finished run; what is damaged in its folder is named."""
+    """A finished run from its folder; an error names a damaged file."""
     lines = [line for line in _lines(folder / METRICS) if "step" in line]
     run = _run(folder, _mapping(folder / CONFIG), _mapping(folder / SUMMARY), lines)
     if not any(found.step == run.final.step for found in run.evaluations):
@@ -161,11 +185,43 @@ def read_run(folder: Path) -> FinishedRun:
 
 
 def read_kept(path: Path) -> list[FinishedRun]:
-    """The runs in a file that `secateur compare --json` wrote."""
-    found = _mapping(path).get("runs")
+    """The runs in a file written by `secateur compare --json`."""
+    advice = "Give a file written by `secateur compare --json`, or folders."
+    found = read_json(path, dict, ComparisonError, advice).get("runs")
     if not isinstance(found, list) or not found:
-        raise ComparisonError(f"{path} holds no runs. Give a file that `secateur compare --json` wrote, or folders.")
+        raise ComparisonError(f"{path} holds no runs. {advice}")
     return [_kept_run(path, run) for run in found]
+
+
+def kept_choices(paths: Sequence[Path]) -> tuple[list[str] | None, str | None]:
+    """The --by and --baseline that a JSON file was made with; None unless it is the only path."""
+    if len(paths) != 1 or not paths[0].is_file():
+        return None, None
+    kept = read_json(paths[0], dict, ComparisonError)
+    axes, baseline = kept.get("axes"), kept.get("baseline")
+    named = axes is None or (isinstance(axes, list) and all(isinstance(axis, str) for axis in axes))
+    if not named or not isinstance(baseline, str | None):
+        raise ComparisonError(f"{paths[0]} is damaged, or not from `secateur compare --json`: its axes or baseline.")
+    return axes, baseline
+
+
+def plain_run(run: FinishedRun) -> dict[str, Any]:
+    """A run for JSON, as `read_kept` reads it. Of its sparsity only the steps around a change are kept."""
+    curve = [asdict(found) for found in run.evaluations]
+    gone = run.sparsity
+    around = zip([None, *gone], gone, [*gone[1:], None], strict=False)
+    bends = [now for last, now, then in around if not (last and then and last[1] == now[1] == then[1])]
+    kept = {"folder": str(run.folder), "settings": run.settings, "evaluations": curve, "path": bends}
+    return {**kept, "summary": run.summary}
+
+
+def finite(value: Any) -> Any:
+    """The same for JSON, with null for numbers that are not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _kept_run(path: Path, run: Any) -> FinishedRun:
@@ -174,41 +230,41 @@ def _kept_run(path: Path, run: Any) -> FinishedRun:
         path_taken = [{"step": step, "sparsity": gone} for step, gone in run["path"]]
         lines, folder = [*map(dict, run["evaluations"]), *path_taken], Path(run["folder"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ComparisonError(f"{path} is not as `secateur compare --json` writes it: {error!r}.") from error
+        raise ComparisonError(f"{path} is damaged, or not from `secateur compare --json`: {error!r}.") from error
     return _run(folder, settings, summary, lines)
 
 
 def _run(folder: Path, settings: dict[str, Any], summary: dict[str, Any], lines: list[dict[str, Any]]) -> FinishedRun:
-    """One run from its settings, its lines of numbers and its summary."""
+    """A run from its settings, metrics and summary."""
     if type(settings.get(SEED)) is not int:
         raise ComparisonError(
-            f"{folder / CONFIG} names no whole seed. Runs are paired by seed: write one, or leave it out."
+            f"{folder / CONFIG} has no seed that is a whole number. Runs are paired by seed: add one, or leave it out."
         )
     if BUDGET in summary:
-        settings = {**settings, BUDGET: summary[BUDGET]}  # what it got counts, not what was asked
+        settings = {**settings, BUDGET: summary[BUDGET]}  # the budget it got, not the one asked for
     try:
-        # After a resumed run a step may stand there twice: the later line belongs to the model that came out.
+        # A resumed run may have logged a step twice: the later line is of the final model.
         judged = {line["step"]: _evaluation(line) for line in lines if "held_out_loss" in line}
         path = {line["step"]: number(line["sparsity"]) for line in lines if "sparsity" in line}
         final = _evaluation({"step": summary["steps"], **summary})
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ComparisonError(
-            f"The run in {folder} is not as `secateur train` writes it: {error!r}. {AGAIN}"
+            f"The run in {folder} is damaged, or not from `secateur train`: {error!r}. {AGAIN}"
         ) from error
     evaluations = tuple(judged[step] for step in sorted(judged))
     return FinishedRun(folder, settings, evaluations, tuple(sorted(path.items())), summary, final)
 
 
 def number(value: Any) -> float:
-    """A number from JSON, which knows no infinity: null and texts stand for what is not finite."""
+    """A number from JSON, where null and strings such as "inf" stand for numbers that are not finite."""
     if (isinstance(value, str) and value.lower().lstrip("+-") not in NOT_FINITE) or isinstance(value, bool):
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number")
     return math.nan if value is None else float(value)
 
 
 def _evaluation(line: dict[str, Any]) -> Evaluation:
     if type(line["step"]) is not int or line["step"] < 0:
-        raise ValueError(f"{line['step']!r} is no step")
+        raise ValueError(f"{line['step']!r} is not a step")
     return Evaluation(line["step"], *(number(line[name]) for name in EVALUATED))
 
 
@@ -237,7 +293,7 @@ def _line(source: str, text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Measure:
-    """What the runs are judged by. Perplexities are judged by their logarithm, the held-out loss."""
+    """The quality that runs are compared by. Perplexities are compared by their logarithm, the held-out loss."""
 
     name: str
     higher_is_better: bool
@@ -255,14 +311,94 @@ class Measure:
 
 
 def measure_of(runs: Sequence[FinishedRun]) -> Measure:
-    """What all of them are judged by, or an error if that is not one thing."""
+    """The measure that all runs share, or an error."""
     found: dict[Measure, Any] = {}
     for run in runs:
         name, higher = run.summary.get("quality_name"), run.summary.get("higher_is_better")
         if not isinstance(name, str) or not isinstance(higher, bool):
-            raise ComparisonError(f"The summary of {run.folder} does not say quality_name and higher_is_better.")
+            raise ComparisonError(f"The summary of {run.folder} lacks quality_name or higher_is_better. {AGAIN}")
         found.setdefault(Measure(name, higher), run.folder)
     if len(found) > 1:
         listed = "; ".join(f"{measure.name} ({folder})" for measure, folder in found.items())
-        raise ComparisonError(f"These runs are judged by different things: {listed}. Compare those of one kind.")
+        raise ComparisonError(f"These runs have different measures: {listed}. Compare runs with the same one.")
     return next(iter(found))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs that differ only in their seed, by seed."""
+
+    settings: dict[str, str]  # of the axes
+    runs: tuple[FinishedRun, ...]
+
+    @property
+    def label(self) -> str:
+        named = {axis: value for axis, value in self.settings.items() if axis != BUDGET}  # marked instead
+        label = ", ".join(f"{axis}={value}" for axis, value in named.items()) or "all runs"
+        return f"{label} {EXTENDED}" if self.extended else label
+
+    @property
+    def extended(self) -> bool:
+        return any(run.extended for run in self.runs)
+
+
+def group(runs: Sequence[FinishedRun], axes: Sequence[str]) -> list[Row]:
+    """Rows, ordered by their first run; an error if runs differ in more than the axes and the seed."""
+    check_fair([run.settings for run in runs], axes)
+    members: dict[tuple[str, ...], dict[int, FinishedRun]] = {}
+    for run in runs:
+        found = texts(run.settings)
+        seeds = members.setdefault(tuple(found.get(axis, NOT_SET) for axis in axes), {})
+        if run.seed in seeds:
+            raise ComparisonError(
+                f"{seeds[run.seed].folder} and {run.folder} have the same settings and the same seed {run.seed}:"
+                " a seed counts once. Leave one of them out."
+            )
+        seeds[run.seed] = run
+    return [
+        Row(dict(zip(axes, values, strict=True)), tuple(seeds[seed] for seed in sorted(seeds)))
+        for values, seeds in members.items()
+    ]
+
+
+def baselines(rows: Sequence[Row], wanted: str | None) -> list[Row | None]:
+    """The baseline of each row: the first row, or the one that `wanted` ("score=magnitude") names.
+
+    If it names several, a row's baseline is the one that agrees with it in all other settings, or None.
+    """
+    if wanted is None:
+        return [rows[0]] * len(rows)
+    asked = _asked(rows, wanted)
+    named = [row for row in rows if row.settings | asked == row.settings]
+    if not named:
+        known = "; ".join(row.label for row in rows)
+        raise ComparisonError(f"--baseline {wanted}: there is no such row. The rows are: {known}.")
+    if len(named) == 1:
+        return [named[0]] * len(rows)
+    return [next((one for one in named if one.settings == row.settings | asked), None) for row in rows]
+
+
+def _asked(rows: Sequence[Row], wanted: str) -> dict[str, str]:
+    words, axes = wanted.split(","), list(rows[0].settings)
+    if not all(word.partition("=")[0] in axes and "=" in word for word in words):
+        example = rows[0].label.replace(", ", ",").removesuffix(EXTENDED).strip()
+        raise ComparisonError(
+            f"--baseline must name a row by a setting in which rows differ ({', '.join(axes) or 'there is none'}),"
+            f" such as {example!r}; got {wanted!r}."
+        )
+    return {name: shown(value) for name, value in parse(words).items()}
+
+
+def dense_rows(rows: Sequence[Row]) -> dict[str, Row]:
+    """The dense row that agrees with a pruned row in everything but pruning, by the pruned row's label."""
+
+    def other_settings(row: Row) -> dict[str, str]:
+        return {axis: value for axis, value in row.settings.items() if axis not in (SCORE, *PRUNING)}
+
+    dense = [row for row in rows if all(run.final.sparsity == 0 for run in row.runs)]
+    found: dict[str, Row] = {}
+    for row in rows:
+        alike = [one for one in dense if other_settings(one) == other_settings(row)]
+        if row not in dense and len(alike) == 1:
+            found[row.label] = alike[0]
+    return found

@@ -1,4 +1,4 @@
-"""What seeds can tell: mean and deviation, paired differences with Student's interval, a word for them, and scatter."""
+"""Statistics over seeds: mean and deviation, paired differences with Student's t interval, verdicts, scatter."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from secateur.errors import library
 
 CONFIDENCE = 0.95
-WILD = 10.0  # times the squares of the median row: of three seeds, one row in a thousand by chance
-BETTER, WORSE, UNKNOWN = "better", "worse", "cannot be told"
+OUTLIER = 10.0  # times the median row's sum of squares; with three seeds, chance exceeds it in one row of a thousand
+BETTER, WORSE, UNKNOWN = "better", "worse", "inconclusive"
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of a sample: its mean, its standard deviation (n-1; None for one value) and its size."""
+    """Mean, standard deviation (n-1; None for one value) and size of a sample."""
 
     mean: float
     deviation: float | None
@@ -26,7 +26,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its confidence interval, if one can be given."""
+    """A number and its confidence interval, if it has one."""
 
     mean: float
     interval: Interval | None
@@ -34,31 +34,35 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference(Estimate):
-    """Mean of the differences between pairs. No interval for fewer than two pairs, or where one is not finite."""
+    """Mean of paired differences; without an interval for fewer than two pairs, or if a value is not finite."""
 
     pairs: int
-    base: float  # mean of what was compared with, over the same pairs
+    base: float  # mean of the baseline over the same pairs
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """What is left of runs once the means of their rows and of their seeds are taken off: how far a run falls from
-    where its row and seed put it. Many rows vouch for it, where an interval of one row has a few pairs only."""
+    """Residual standard deviation of runs after the means of rows and seeds are removed.
+
+    It pools all rows, where the interval of one row has only a few pairs.
+    """
 
     deviation: float
     freedom: int
     seeds: int
-    left_out: tuple[str, ...]  # rows that scatter far more than others, or have too few finite values
+    left_out: tuple[str, ...]  # rows that are far noisier than others, or have too few finite values
 
     @property
     def reach(self) -> float:
-        """How far apart the means of two rows over these seeds must be before scatter alone is a poor explanation."""
+        """The difference between two row means above which chance is an unlikely explanation."""
         return student(self.freedom) * self.deviation * math.sqrt(2 / self.seeds)
 
 
 def scatter(rows: Mapping[str, Mapping[int, float]]) -> Scatter | None:
-    """Of the seeds that all rows have, as in an analysis of variance by row and seed; None for fewer than two of them.
-    It takes rows for equally noisy, so those that are not, by far, are left out."""
+    """Two-way analysis of variance by row and seed, over the seeds that all rows share; None for fewer than two.
+
+    It assumes that rows are equally noisy, so outliers are left out.
+    """
     clear = {name: row for name, row in rows.items() if len(row) > 1 and all(map(math.isfinite, row.values()))}
     seeds = sorted(set.intersection(*(set(row) for row in clear.values()))) if clear else []
     if min(len(clear), len(seeds)) < 2:
@@ -66,14 +70,14 @@ def scatter(rows: Mapping[str, Mapping[int, float]]) -> Scatter | None:
     values = {name: [row[seed] for seed in seeds] for name, row in clear.items()}
     squares = dict(zip(values, _squares_left(list(values.values())), strict=True))
     usual = statistics.median(squares.values())
-    kept = {name: row for name, row in values.items() if squares[name] <= WILD * usual} if usual > 0 else values
+    kept = {name: row for name, row in values.items() if squares[name] <= OUTLIER * usual} if usual > 0 else values
     freedom = (len(kept) - 1) * (len(seeds) - 1)
     total = math.fsum(_squares_left(list(kept.values())))
     return Scatter(math.sqrt(total / freedom), freedom, len(seeds), tuple(name for name in rows if name not in kept))
 
 
 def _squares_left(values: Sequence[Sequence[float]]) -> list[float]:
-    """For each row the sum of squares of what its mean and those of the columns leave."""
+    """For each row the sum of squared residuals after row and column means are removed."""
     of_rows = [statistics.fmean(row) for row in values]
     of_columns = [statistics.fmean(column) for column in zip(*values, strict=True)]
     whole = statistics.fmean(of_rows)
@@ -84,14 +88,14 @@ def _squares_left(values: Sequence[Sequence[float]]) -> list[float]:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Mean, deviation and size of a sample that is not empty."""
+    """Mean, deviation and size of a nonempty sample."""
     if not all(map(math.isfinite, values)):
         return Spread(math.nan, None, len(values))
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
 def difference(values: Mapping[int, float], base: Mapping[int, float]) -> Difference | None:
-    """Values minus base, paired by the seeds both have; None where they have none in common."""
+    """Values minus base, paired by the seeds both have; None if they share no seed."""
     common = sorted(values.keys() & base.keys())
     if not common:
         return None
@@ -104,36 +108,36 @@ def difference(values: Mapping[int, float], base: Mapping[int, float]) -> Differ
 
 
 def student(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """How many standard errors an interval of this confidence reaches to either side."""
+    """Half the width of a confidence interval in standard errors, by Student's t."""
     special = library("scipy.special", "A confidence interval", "'secateur[lab]'")
     return float(special.stdtrit(freedom, 0.5 + confidence / 2))
 
 
 def verdict(found: Difference | None, higher_is_better: bool) -> str:
-    """What the interval allows to say."""
+    """Better or worse if the interval excludes zero, otherwise inconclusive."""
     if found is None or found.interval is None or found.interval[0] <= 0 <= found.interval[1]:
         return UNKNOWN
     return BETTER if (found.mean > 0) == higher_is_better else WORSE
 
 
 def mapped(found: Estimate, change: Callable[[float], float]) -> Estimate:
-    """The same on another scale; `change` must rise."""
+    """The estimate on another scale; `change` must be increasing."""
     interval = None if found.interval is None else (change(found.interval[0]), change(found.interval[1]))
     return Estimate(change(found.mean), interval)
 
 
 def ratio(found: Difference) -> Estimate:
-    """A difference of logarithms as the ratio of what they are logarithms of."""
+    """The ratio that a difference of logarithms stands for."""
     return mapped(found, exponential)
 
 
 def percent(found: Difference, *, logarithmic: bool) -> Estimate:
-    """A difference in percent of the base, whose own spread is not counted; of logarithms, that of the ratio."""
+    """A difference in percent of the base, which is taken as exact; for logarithms, of the ratio."""
     if logarithmic:
         return mapped(ratio(found), lambda times: 100 * (times - 1))
     return mapped(found, lambda value: 100 * value / abs(found.base) if found.base else math.nan)
 
 
 def exponential(value: float) -> float:
-    """exp, and infinity where that is too large for a float."""
+    """exp, or infinity where it would overflow."""
     return math.inf if value >= 700 else math.exp(value)
