@@ -215,12 +215,10 @@ def image_model(name: str, channels: int, classes: int, size: int) -> nn.Module:
     return IMAGE_MODELS[name](channels, classes, size)
 
 
-def loss_of(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy of a batch (tokens, or pictures and their classes), and how many predictions were right."""
+def predict(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """float32 logits and targets, a row per prediction. A batch is tokens, or a pair of images and their classes."""
     inputs, targets = batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
-    logits = model(inputs).float().flatten(0, -2)
-    targets = targets.flatten()
-    return functional.cross_entropy(logits, targets), (logits.argmax(-1) == targets).sum()
+    return model(inputs).float().flatten(0, -2), targets.flatten()
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
