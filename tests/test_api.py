@@ -31,7 +31,7 @@ PUBLIC = [
     "selection",
 ]
 OPTIONAL = [
-    "PIL", "accelerate", "matplotlib", "numpy", "ray", "rich", "safetensors", "scipy", "sklearn", "tensorboard",
+    "PIL", "accelerate", "matplotlib", "numpy", "psutil", "ray", "safetensors", "scipy", "sklearn", "tensorboard",
     "tokenizers", "transformers", "triton",
 ]  # fmt: skip
 
@@ -187,9 +187,9 @@ def test_importing_is_quick_beside_torch() -> None:
     assert "loaded" not in run_blocked(heavy, []).stdout
 
 
-@pytest.mark.parametrize("missing", ["matplotlib", "rich"])
+@pytest.mark.parametrize("missing", ["accelerate", "matplotlib", "psutil"])
 def test_the_demo_says_what_it_needs(missing: str) -> None:
-    for other in {"matplotlib", "rich"} - {missing}:
+    for other in {"accelerate", "matplotlib", "psutil"} - {missing}:
         pytest.importorskip(other)
     page = str(Path(tempfile.gettempdir()) / "secateur-test-never-written.html")
     code = f"from secateur.cli import main; sys.exit(main(['demo', '--steps', '20', '--out', {page!r}]))"

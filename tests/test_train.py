@@ -477,7 +477,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_by_name_and_not_run(
         (run_folder / "checkpoint" / name).write_bytes(hostile_pickle(tmp_path / "harm"))
         said = refused(capsys, main([*words, "--out", str(run_folder)]))
         assert f"checkpoint/{name} is a pickle, which can run code, and is not read." in said
-        assert "to begin again" in said
+        assert "to start again" in said
         assert not (tmp_path / "harm").exists()
 
 
@@ -578,7 +578,7 @@ def test_what_a_damaged_run_says_to_delete_is_that_run(
     (folder / name).write_text('{"format": 0}')
     capsys.readouterr()
     assert main([*runs[1], "--out", str(folder)]) == 2
-    assert f"or delete {folder} to begin again" in capsys.readouterr().err
+    assert f"or delete {folder} to start again" in capsys.readouterr().err
     shutil.rmtree(folder)
     assert main([*runs[1], "--out", str(folder)]) == 0
     assert (folder / "best" / "model.safetensors").is_file()

@@ -16,7 +16,7 @@ from secateur.report import heat_map, html_page, html_table
 
 EXTRA = "'secateur[demo]'"
 WIDTH = 4.3  # inches of a figure whose labels stay legible on a phone, where it is scaled down least
-COLUMN = "display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min(300px,100%),1fr))"
+COLUMN = "display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min({}px,100%),1fr))"  # least width
 BLUE, ORANGE, GREY, GREEN = "#0072b2", "#d55e00", "#9ca3af", "#009e73"
 GPU = {"busy": ("busy, %", 1.0), "memory_bytes": ("memory, GB", 1e9), "watts": ("power, W", 1.0)}
 
