@@ -277,9 +277,8 @@ class RunFolder:
 
     def __init__(self, path: Path, experiment: Experiment, fingerprint: str) -> None:
         self.path = path
-        config = json.loads(
-            json.dumps(asdict(experiment) | {"fingerprint": fingerprint})
-        )  # as it reads back: tuples become lists
+        config = asdict(experiment) | {"fingerprint": fingerprint}
+        config = json.loads(json.dumps(config))  # as it reads back: tuples become lists
         if (path / CONFIG).exists():
             found = read_json(path / CONFIG, dict, StateError, ADVICE)
             if found != config:

@@ -120,12 +120,12 @@ def train(experiment: Experiment, execution: Execution, data: Tokens) -> Run:
     trainer.train()
     run.report = trainer.pruner.report() if trainer.pruner else None
     run.seconds = trainer.progress.seconds
-    run.text = generate(trainer.bare_model(), PROMPT, experiment.context)
+    run.text = generate(trainer.bare_model(), PROMPT, experiment.context, GENERATED)
     return run
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompt: str, context: int, count: int = GENERATED, seed: int = 0) -> str:
+def generate(model: nn.Module, prompt: str, context: int, count: int, seed: int = 0) -> str:
     """`count` more bytes after a prompt, sampled from a byte-level model; always the same for the same model."""
     model.eval()
     generator = torch.Generator().manual_seed(seed)
