@@ -145,10 +145,15 @@ def test_running_out_of_memory_is_not_called_damage(tmp_path: Path, monkeypatch:
         raise RuntimeError("RNG state is wrong size")
 
 
-@pytest.mark.parametrize("name", ["gpt-0x64", "gpt-2x0", "gpt-2x100"])
+@pytest.mark.parametrize("name", ["gpt-0x64", "gpt-2x0", "gpt-2x129", "gpt-2x64x3", "gpt-2x64x0"])
 def test_sizes_that_no_gpt_can_have(name: str) -> None:
-    with pytest.raises(ModelError, match=f"{name} needs at least one layer, and a width up to 64 or a multiple"):
+    with pytest.raises(ModelError, match=f"{name} needs at least one layer and a width that its . heads divide"):
         language_model(name, 256, 8)
+
+
+def test_heads_of_a_small_gpt() -> None:
+    for name, heads in {"gpt-1x32": 1, "gpt-1x128": 2, "gpt-1x32x4": 4}.items():
+        assert language_model(name, 256, 8).shape.heads == heads
 
 
 SUMMARY: dict[str, Any] = {

@@ -29,18 +29,18 @@ from secateur.selection.exact import CHUNK
 
 EXTRA = "'secateur[demo]'"
 DENSE = Experiment(
-    model="gpt-4x128", data="python", context=64, steps=450, batch=20, lr=3e-3, warmup=40, beta2=0.99,
+    model="gpt-4x128x4", data="python", context=64, steps=450, batch=20, lr=3e-3, warmup=40, beta2=0.99,
     schedule="late_cubic", every=10, evaluate_every=25, evaluation=128,
 )  # fmt: skip
 SPARSITY = 0.8
 SCORES = ("magnitude", "variance")
 HEADER = ("run", "perplexity", "vs dense", "sparsity", "of the model", "seconds")
-SHOWN = ("run", "perplexity", "vs dense", "sparsity", "seconds")  # on the page: more do not fit a phone
+SHOWN = ("run", "perplexity", "vs dense", "sparsity")  # on the page, where more would not fit a phone
 COLOURS = {"dense": "#6b7280", "magnitude": "#d97706", "variance": "#2563eb"}
 STAGES = ("#93c5fd", "#3b82f6", "#1e3a8a")  # of the histograms, from early to late
-PROMPT = "def read("
-GENERATED = 280  # bytes
-TEMPERATURE = 0.6
+PROMPTS = ("import ", "class ", "def read(self", "    return ")
+GENERATED = 80  # bytes after each prompt
+TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Run:
     snapshots: list[Snapshot] = field(default_factory=list)
     report: Report | None = None
     seconds: float = 0.0
-    text: str = ""  # written by the trained model
+    texts: list[str] = field(default_factory=list)  # the trained model's continuation of each prompt
 
     @property
     def perplexity(self) -> float:
@@ -120,13 +120,14 @@ def train(experiment: Experiment, execution: Execution, data: Tokens) -> Run:
     trainer.train()
     run.report = trainer.pruner.report() if trainer.pruner else None
     run.seconds = trainer.progress.seconds
-    run.text = generate(trainer.bare_model(), PROMPT, experiment.context, GENERATED)
+    model = trainer.bare_model()
+    run.texts = [generate(model, prompt, experiment.context, GENERATED) for prompt in PROMPTS]
     return run
 
 
 @torch.no_grad()
 def generate(model: nn.Module, prompt: str, context: int, count: int, seed: int = 0) -> str:
-    """`count` more bytes after a prompt, sampled from a byte-level model; always the same for the same model."""
+    """The `count` bytes that a byte-level model writes after a prompt, sampled; the same again for the same seed."""
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
@@ -134,7 +135,7 @@ def generate(model: nn.Module, prompt: str, context: int, count: int, seed: int 
     for _ in range(count):
         logits = model(torch.tensor([tokens[-context:]], device=device))[0, -1].float().cpu()
         tokens.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))
-    return bytes(tokens).decode(errors="replace")
+    return bytes(tokens[-count:]).decode(errors="replace")
 
 
 def demo(out: Path, steps: int | None = None) -> list[Run]:
@@ -157,7 +158,7 @@ def demo(out: Path, steps: int | None = None) -> list[Run]:
     print(about, file=sys.stderr)
     with threads_for(load) as why:
         device = "cpu" if execution.cpu else torch.cuda.get_device_name()
-        ran_on = f"{device}; {why}; torch {torch.__version__}; seed {dense.seed}"
+        ran_on = f"Ran on {device}; {why}; torch {torch.__version__}; seed {dense.seed}"
         print(f"secateur: {ran_on}", file=sys.stderr)
         if load.warning:
             print(f"secateur: {load.warning}", file=sys.stderr)
@@ -216,19 +217,27 @@ def render(runs: Sequence[Run], rows: Sequence[Sequence[str]], about: str, ran_o
             text = "Scores of the kept weights at three mask updates. Those left of the dashed cut are pruned."
             figures.append(block(f"Scores and cuts: {run.name}", text, _histograms(run)))
     texts = "".join(
-        f"<figure><h2>{html.escape(label)}</h2><pre>{html.escape(run.text)}</pre></figure>"
+        f"<figure><h2>{html.escape(label)}</h2><pre>{_continued(run.texts)}</pre></figure>"
         for label, run in [("Dense", dense), *((f"Pruned by {run.name}", run) for run in pruned)]
     )
-    prompt = html.escape(PROMPT)
     parts = [
         warning_box(load.warning),
         f"<p>{html.escape(about)}</p>",
         html_table(*_columns(SHOWN, rows)),
-        f"<h2>What they write</h2><p>Each model continues <code>{prompt}</code>, byte by byte, with the same random"
-        f' numbers.</p><div style="{COLUMN.format(300)}">{texts}</div>',
+        "<h2>What they write</h2><p>Each model continues the words in bold, byte by byte, with the same random numbers."
+        f'</p><div style="{COLUMN.format(300)}">{texts}</div>',
     ]
-    footer = html.escape(f"{ran_on}. One seed and one small model: an illustration, not a result.")
+    times = ", ".join(f"{run.name} {run.seconds:.0f} s" for run in runs)
+    footer = html.escape(
+        f"Training took: {times}. {ran_on}. One seed and one small model: an illustration, not a result."
+    )
     return document(headline(runs), parts, figures, footer)
+
+
+def _continued(texts: Sequence[str]) -> str:
+    """Prompts in bold with their continuations, as HTML."""
+    pairs = zip(PROMPTS, texts, strict=True)
+    return "\n\n".join(f"<b>{html.escape(prompt)}</b>{html.escape(text.rstrip())}" for prompt, text in pairs)
 
 
 def _columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -242,7 +251,7 @@ def _heat_maps(runs: Sequence[Run]) -> str:
     found = {run.name: [(row.name, row.sparsity) for row in run.report.tensors] for run in runs if run.report}
     values = [sparsity for rows in found.values() for _, sparsity in rows]
     limits = min(values), max(values)
-    maps = "".join(f"<div><h3>{html.escape(name)}</h3>{heat_map(rows, limits)}</div>" for name, rows in found.items())
+    maps = "".join(f"<div><b>{html.escape(name)}</b>{heat_map(rows, limits)}</div>" for name, rows in found.items())
     return f'<div style="{COLUMN.format(170)}">{maps}</div>'
 
 

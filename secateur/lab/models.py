@@ -90,8 +90,8 @@ GPT2 = {  # layers, width, heads
     "gpt2-large": (36, 1280, 20),
     "gpt2-xl": (48, 1600, 25),
 }
-SMALL_GPT = re.compile(r"gpt-(\d+)x(\d+)")
-HEAD_WIDTH = 64
+SMALL_GPT = re.compile(r"gpt-(\d+)x(\d+)(?:x(\d+))?")  # layers, width, heads
+HEAD_WIDTH = 64  # unless the name has the number of heads
 SMALL_IMAGE = 64  # pixels a side up to which the first layer of a ResNet does not downsample
 
 
@@ -184,12 +184,14 @@ class Causal(nn.Module):
 def language_model(name: str, vocabulary: int, context: int, most_layers: int = 1000) -> nn.Module:
     """The GPT of this name, with at most `most_layers` layers."""
     if (shape := SMALL_GPT.fullmatch(name)) is not None:
-        layers, width = map(int, shape.groups())
-        if not layers or not width or width % min(width, HEAD_WIDTH):
+        layers, width = int(shape[1]), int(shape[2])
+        heads = max(1, width // HEAD_WIDTH) if shape[3] is None else int(shape[3])
+        if not layers or not width or not heads or width % heads:
             raise ModelError(
-                f"{name} needs at least one layer, and a width up to {HEAD_WIDTH} or a multiple of it, as in gpt-8x512."
+                f"{name} needs at least one layer and a width that its {heads} heads divide, as in gpt-8x512 or"
+                " gpt-4x128x4 (layers, width, heads)."
             )
-        return GPT(GPTShape(vocabulary, context, min(layers, most_layers), width, max(1, width // HEAD_WIDTH)))
+        return GPT(GPTShape(vocabulary, context, min(layers, most_layers), width, heads))
     transformers = library("transformers", f"Model {name}", '"secateur[hf]"')
     layers, width, heads = GPT2[name]
     config: Any = transformers.GPT2Config(
@@ -207,8 +209,8 @@ def is_language_model(name: str) -> bool:
         return False
     known = [*GPT2, "gpt-4x128", "gpt-8x512", *IMAGE_MODELS]
     raise ModelError(
-        f"No model {name!r}.{nearest(name, known)} Use {', '.join(GPT2)}, gpt-LAYERSxWIDTH (such as gpt-8x512) or"
-        f" {', '.join(IMAGE_MODELS)}."
+        f"No model {name!r}.{nearest(name, known)} Use {', '.join(GPT2)}, gpt-LAYERSxWIDTH[xHEADS] (such as gpt-8x512)"
+        f" or {', '.join(IMAGE_MODELS)}."
     )
 
 
