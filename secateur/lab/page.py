@@ -96,7 +96,7 @@ def render_run(folder: Path, name: str, summary: Mapping[str, Any]) -> str:
     ]
     versions = ", ".join(f"{library} {version}" for library, version in summary["versions"].items())
     footer = html.escape(f"{summary['hardware']}; {versions}; commit {summary['commit']}.")
-    parts = [warning_box(load.warning if load else None), f"<p>{html.escape(name)}</p>", html_table(("", ""), rows)]
+    parts = [warning_box(load.warning if load else None), f"<p>{html.escape(name)}</p>", html_table(("", "value"), rows)]
     return document(run_headline(summary), parts, _run_figures(folder, lines, summary), footer)
 
 
