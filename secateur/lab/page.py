@@ -94,9 +94,10 @@ def render_run(folder: Path, name: str, summary: Mapping[str, Any]) -> str:
         ("sparsity of prunable weights", f"{summary['sparsity']:.4%}"),
         ("seconds", f"{summary['seconds']:.1f}"),
     ]
-    versions = ", ".join(f"{library} {version}" for library, version in summary["versions"].items())
+    versions = ", ".join(f"{package} {version}" for package, version in summary["versions"].items())
     footer = html.escape(f"{summary['hardware']}; {versions}; commit {summary['commit']}.")
-    parts = [warning_box(load.warning if load else None), f"<p>{html.escape(name)}</p>", html_table(("", "value"), rows)]
+    warning = warning_box(load.warning if load else None)
+    parts = [warning, f"<p>{html.escape(name)}</p>", html_table(("", "value"), rows)]
     return document(run_headline(summary), parts, _run_figures(folder, lines, summary), footer)
 
 
