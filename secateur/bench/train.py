@@ -121,6 +121,9 @@ class RandomTokens(Tokens):
         generator = torch.Generator(device).manual_seed(seed + step)
         return torch.randint(self.vocabulary, (size, context + 1), device=device, generator=generator)
 
+    def fingerprint(self) -> str:
+        return self.name  # nothing to read, and what is on a GPU cannot be hashed
+
 
 class Training:
     """The lab's trainer on random tokens, with times."""
