@@ -121,7 +121,7 @@ def train(experiment: Experiment, execution: Execution, data: Tokens) -> Run:
     run.report = trainer.pruner.report() if trainer.pruner else None
     run.seconds = trainer.progress.seconds
     model = trainer.bare_model()
-    run.texts = [generate(model, prompt, experiment.context, GENERATED) for prompt in PROMPTS]
+    run.texts = [generate(model, text, experiment.context, GENERATED, seed) for seed, text in enumerate(PROMPTS)]
     return run
 
 
@@ -264,7 +264,7 @@ def _distance(runs: Sequence[Run]) -> str:
             axes.plot(*zip(*line, strict=True), "o-", color=colour, label=run.name, markersize=3)
             axes.annotate(f"{line[-1][1]:+.1f} %", line[-1], (5, -3), textcoords="offset points", color=colour)
         axes.axhline(0, color=COLOURS["dense"], linewidth=1.2)
-        axes.annotate("dense", (1, 0), (0, 3), textcoords="offset points", color=COLOURS["dense"])
+        axes.annotate("dense", (1, 0), (5, 3), textcoords="offset points", color=COLOURS["dense"])
         axes.set(xlabel="step", ylabel="perplexity above dense, %", xlim=(0, 1.14 * len(dense.loss)))
         share = axes.twinx()
         share.fill_between(range(1, len(dense.loss) + 1), pruned[-1].sparsity, color="#e5e7eb", linewidth=0)
