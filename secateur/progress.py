@@ -37,7 +37,7 @@ class Stages:
         memory = _memory_stats(self._device)
         if memory is not None:
             memory.reset_peak_memory_stats(self._device)
-        began, progress = time.perf_counter(), _Progress(name, total) if self._show else None
+        began, progress = time.perf_counter(), ProgressBar(name, total) if self._show else None
         try:
             yield (lambda: None) if progress is None else progress.tick
         finally:
@@ -61,23 +61,26 @@ def _memory_stats(device: torch.device) -> Any:
     return module if hasattr(module, "max_memory_allocated") else None
 
 
-class _Progress:
-    """A tqdm bar while a stage runs, or plain lines without tqdm, and one line with the seconds at the end."""
+class ProgressBar:
+    """A tqdm bar on stderr, or plain lines without tqdm or a terminal, and one line with the seconds at the end."""
 
-    def __init__(self, name: str, total: int) -> None:
-        self._name, self._total, self._done = name, total, 0
+    def __init__(self, name: str, total: int, done: int = 0) -> None:
+        self._name, self._total, self._first, self._done = name, total, done, done
         self._began = self._printed = time.perf_counter()
-        self._bar = _tqdm_bar(name, total) if total else None
+        self._bar = _tqdm_bar(name, total, done) if total else None
 
-    def tick(self) -> None:
+    def tick(self, note: str = "") -> None:
+        """Count one step; `note` is shown beside the count."""
         self._done += 1
         now = time.perf_counter()
         if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
             self._bar.update()
         elif now - self._printed > LINE_SECONDS:
             self._printed = now
-            left = (now - self._began) / self._done * max(0, self._total - self._done)
-            print(f"{self._name:32} {self._done}/{self._total}, {left:.0f} s left", file=sys.stderr, flush=True)
+            left = (now - self._began) / (self._done - self._first) * max(0, self._total - self._done)
+            told = ", ".join(filter(None, (f"{self._done}/{self._total}", note, f"{left:.0f} s left")))
+            print(f"{self._name:32} {told}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -85,10 +88,11 @@ class _Progress:
         print(f"{self._name:32} {time.perf_counter() - self._began:8.1f} s", file=sys.stderr, flush=True)
 
 
-def _tqdm_bar(name: str, total: int) -> Any:
-    """A bar for terminals and notebooks, silent where stderr is a file; None if tqdm is not installed."""
+def _tqdm_bar(name: str, total: int, done: int) -> Any:
+    """A bar for terminals and notebooks; None if stderr is a file or tqdm is not installed."""
     try:
         tqdm = importlib.import_module("tqdm.auto")
     except ModuleNotFoundError:
         return None
-    return tqdm.tqdm(total=total, desc=name, leave=False, disable=None)
+    bar = tqdm.tqdm(total=total, initial=done, desc=name, leave=False, disable=None)
+    return None if bar.disable else bar

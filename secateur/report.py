@@ -305,16 +305,17 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def heat_map(rows: Sequence[tuple[str, float]]) -> str:
+def heat_map(rows: Sequence[tuple[str, float]], limits: tuple[float, float] | None = None) -> str:
     """Sparsity of tensors, given by name, as a table of blocks by kinds of weights: the darker, the sparser.
 
     "layers.3.attn.q_proj.weight" is block 3, kind "attn.q_proj". Styles are inline, so that notebooks show it too.
+    `limits` are the sparsities of the palest and the darkest colour (the lowest and highest found).
     """
     if not rows:
         return ""
     blocks, kinds = _by_block(rows)
     values = [fmean(found) for block in blocks.values() for found in block.values()]
-    low, high = min(values), max(values)
+    low, high = limits or (min(values), max(values))
     cell = "padding:3px 6px;border:1px solid #fff;text-align:center;font-size:12px;font-variant-numeric:tabular-nums"
     turned = "writing-mode:vertical-rl;transform:rotate(180deg);white-space:nowrap;display:inline-block"
     head = "".join(
@@ -325,7 +326,7 @@ def heat_map(rows: Sequence[tuple[str, float]]) -> str:
     for label, block in blocks.items():
         shown = [_heat_cell(f"{label} {kind}", block.get(kind), low, high, cell) for kind in kinds]
         lines.append(f'<tr><th scope="row" style="{cell}">{html.escape(label)}</th>{"".join(shown)}</tr>')
-    spread = f"{low:.1%}" if high == low else f"{low:.1%} to {high:.1%}"
+    spread = f"{min(values):.1%}" if max(values) == min(values) else f"{min(values):.1%} to {max(values):.1%}"
     return (
         f'<p style="font-size:12px">Percent of weights that are zero, by block and kind of weight: {spread}.</p>'
         '<div class="wide" style="overflow-x:auto"><table style="border-collapse:collapse;min-width:0">'

@@ -135,7 +135,7 @@ def toml(found: Any) -> str:
 
 SENSIBLE: dict[str, Sequence[Any]] = {
     "model": ("gpt-2x32", "lenet5", "resnet18", "gpt2"), "data": ("python", "digits"), "seed": (0, 3), "steps": (1, 20),
-    "batch": (1, 8), "context": (16,), "optimizer": OPTIMIZERS, "lr": (1e-3, 0, 1), "warmup": (0, 4),
+    "batch": (1, 8), "context": (16,), "optimizer": tuple(OPTIMIZERS), "lr": (1e-3, 0, 1), "warmup": (0, 4),
     "score": ("variance", "magnitude", "movement", "random"), "sparsity": (0.5, 0.9, 0.0), "schedule": SCHEDULES,
     "begin": (0.0, 0.1), "end": (0.5, 0.7, 1.0), "every": (1, 4), "scope": SCOPES, "pattern": ("2:4", "block:2x2"),
     "allocation": tuple(allocation.ALLOCATIONS), "regrow": ("gradient", "random"), "until": (0.75, 1.0),

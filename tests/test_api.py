@@ -31,7 +31,7 @@ PUBLIC = [
     "selection",
 ]
 OPTIONAL = [
-    "PIL", "accelerate", "matplotlib", "numpy", "ray", "rich", "safetensors", "scipy", "sklearn", "tensorboard",
+    "PIL", "accelerate", "matplotlib", "numpy", "psutil", "ray", "safetensors", "scipy", "sklearn", "tensorboard",
     "tokenizers", "transformers", "triton",
 ]  # fmt: skip
 
@@ -187,9 +187,26 @@ def test_importing_is_quick_beside_torch() -> None:
     assert "loaded" not in run_blocked(heavy, []).stdout
 
 
-@pytest.mark.parametrize("missing", ["matplotlib", "rich"])
+def test_the_demo_needs_its_extra_and_nothing_else(tmp_path: Path) -> None:
+    for needed in ("accelerate", "matplotlib", "psutil"):
+        pytest.importorskip(needed)
+    page = tmp_path / "report.html"
+    code = f"""
+from dataclasses import replace
+from secateur.cli import main
+from secateur.lab import demo
+demo.DENSE, demo.GENERATED = replace(demo.DENSE, model="gpt-1x16", batch=2, evaluation=2), 5
+sys.exit(main(["demo", "--steps", "20", "--out", {str(page)!r}]))
+"""
+    others = ["datasets", "peft", "ray", "scipy", "sklearn", "tensorboard", "tokenizers", "transformers", "triton"]
+    done = run_blocked(code, others)
+    assert done.returncode == 0, done.stderr
+    assert page.is_file()
+
+
+@pytest.mark.parametrize("missing", ["accelerate", "matplotlib", "psutil"])
 def test_the_demo_says_what_it_needs(missing: str) -> None:
-    for other in {"matplotlib", "rich"} - {missing}:
+    for other in {"accelerate", "matplotlib", "psutil"} - {missing}:
         pytest.importorskip(other)
     page = str(Path(tempfile.gettempdir()) / "secateur-test-never-written.html")
     code = f"from secateur.cli import main; sys.exit(main(['demo', '--steps', '20', '--out', {page!r}]))"

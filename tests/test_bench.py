@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,14 @@ def model_and_text(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
     Path("text.txt").write_text(" ".join(f"{number} and then some" for number in range(40)), encoding="utf-8")
 
 
+@pytest.fixture
+def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    from secateur.lab import demo
+
+    monkeypatch.setattr(demo, "DENSE", replace(demo.DENSE, model="gpt-1x32", batch=4, evaluation=8))
+    monkeypatch.setattr(demo, "GENERATED", 20)
+
+
 def bench(name: str, folder: Path) -> dict[str, Any]:
     """A toy run's record."""
     assert main(["bench", name, *TOY[name].split(), "--out", str(folder)]) == 0
@@ -93,6 +102,8 @@ def test_a_benchmark_writes_a_whole_record(
         pytest.importorskip("transformers", reason="the models come from transformers, which is not installed")
     if name == "quality":
         request.getfixturevalue("model_and_text")
+    if name == "demo":
+        request.getfixturevalue("small_demo")
     saved = bench(name, tmp_path)
     printed = capsys.readouterr().out
     assert saved.keys() >= ALWAYS | KEYS[name]
@@ -240,12 +251,11 @@ def test_every_benchmark_describes_itself_and_its_example_parses(capsys: pytest.
         printed = capsys.readouterr().out
         described = importlib.import_module(f"secateur.bench.{name}").__doc__ or ""
         assert described.split()[:6] == printed.partition("\n\n")[2].split()[:6], name
-        if name != "demo":
-            example = " ".join(printed.partition("Example: ")[2].partition("\n\n")[0].split())
-            parser = argparse.ArgumentParser()
-            cli_bench.add_options(parser)
-            assert example.startswith(f"secateur bench {name} "), name
-            assert parser.parse_args(shlex.split(example)[2:]).name == name
+        example = " ".join(printed.partition("Example: ")[2].partition("\n\n")[0].split())
+        parser = argparse.ArgumentParser()
+        cli_bench.add_options(parser)
+        assert example.startswith(f"secateur bench {name} "), name
+        assert parser.parse_args(shlex.split(example)[2:]).name == name
 
 
 def test_one_record_holds_every_score_and_its_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

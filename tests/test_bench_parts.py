@@ -88,6 +88,16 @@ def test_a_cell_of_training_is_exact(method: str) -> None:
         assert found["shares"]["pruner"] > 0
 
 
+def test_random_tokens_are_the_same_again_and_never_read() -> None:
+    tokens = cell.RandomTokens.for_plan(cell.Plan(device="cpu", tiny=True, batch=2, steps=6, every=3))
+    first = tokens.batch(1, 2, 32, seed=0)
+    assert first.shape == (2, 33)
+    assert torch.equal(first, tokens.batch(1, 2, 32, seed=0))
+    assert not torch.equal(first, tokens.batch(2, 2, 32, seed=0))
+    on_a_device = cell.RandomTokens(tokens.train.to("meta"), tokens.held_out, tokens.vocabulary, tokens.name)
+    assert on_a_device.fingerprint() == "random tokens"
+
+
 def test_recompiles_are_counted() -> None:
     double = torch.compile(lambda x: x * 2, dynamic=False, backend="eager")
     double(torch.ones(3))

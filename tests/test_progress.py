@@ -20,10 +20,14 @@ class Bar:
     """Stands in for tqdm's bar."""
 
     made: ClassVar[list[Bar]] = []
+    disable = False
 
     def __init__(self, **settings: Any) -> None:
-        self.settings, self.steps, self.open = settings, 0, True
+        self.settings, self.steps, self.open, self.notes = settings, 0, True, [""]
         Bar.made.append(self)
+
+    def set_postfix_str(self, note: str, refresh: bool) -> None:
+        self.notes.append(note)
 
     def update(self) -> None:
         self.steps += 1
@@ -58,7 +62,8 @@ def test_a_tqdm_bar_shows_the_steps(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     run(show=True)
     assert [bar.steps for bar in Bar.made] == [3, 3]
     assert not any(bar.open for bar in Bar.made)
-    assert Bar.made[0].settings == {"total": 3, "desc": "gradients", "leave": False, "disable": None}
+    expected = {"total": 3, "initial": 0, "desc": "gradients", "leave": False, "disable": None}
+    assert Bar.made[0].settings == expected
     shown = capsys.readouterr()
     assert shown.out == ""
     assert [line.split()[0] for line in shown.err.splitlines()] == ["gradients"] * 2
@@ -78,3 +83,24 @@ def test_plain_lines_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     ]
     assert lines[3].startswith("gradients")
     assert lines[3].endswith(" s")
+
+
+def test_a_continued_bar_begins_where_the_job_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Bar, "made", [])
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "tqdm.auto", SimpleNamespace(tqdm=Bar))
+    bar = progress.ProgressBar("training", 9, done=4)
+    bar.tick("loss 2.50")
+    bar.close()
+    assert Bar.made[0].settings["initial"] == 4
+    assert Bar.made[0].notes[-1] == "loss 2.50"
+
+
+def test_lines_where_stderr_is_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    monkeypatch.setattr(progress, "LINE_SECONDS", -1.0)
+    bar = progress.ProgressBar("training", 9, done=4)
+    bar.tick("loss 2.50")
+    assert capsys.readouterr().err.split(maxsplit=1)[1].startswith("5/9, loss 2.50, ")

@@ -59,7 +59,7 @@ def test_lenet_on_digits_at_70_percent(tmp_path: Path, capsys: pytest.CaptureFix
     assert summary["seconds"] < 120
     assert "accuracy 0.9" in capsys.readouterr().out
     page = (tmp_path / "run" / "report.html").read_text()
-    for title in ("Loss", "Sparsity by layer", "Where a step goes", "The gradient of one weight"):
+    for title in ("Loss", "Sparsity by layer", "Time of a step", "The gradient of one weight"):
         assert f"<h2>{title}</h2>" in page
     assert not re.search(r'(src|href)="http', page)  # nothing is fetched from anywhere
     assert main(["train", recipe, "--out", str(tmp_path / "run"), "--cpu"]) == 0
@@ -84,12 +84,12 @@ def test_compiled_or_not_is_the_same_but_for_rounding(tmp_path: Path) -> None:
 
 def test_a_compiled_model_is_judged_uncompiled_also_behind_ddp(tmp_path: Path) -> None:
     trainer = Trainer(replace(SMALL, compile=True), HOW)
-    plain = trainer._alone()
+    plain = trainer.bare_model()
     assert not hasattr(plain, "_orig_mod")
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         trainer.model = torch.nn.parallel.DistributedDataParallel(trainer.model)
-        assert trainer._alone() is plain
+        assert trainer.bare_model() is plain
     finally:
         torch.distributed.destroy_process_group()
 
@@ -311,7 +311,7 @@ def test_the_extended_budget_is_the_seeds() -> None:
         ({"sparsity": 0.5}, "do nothing without a score"),
         ({"score": "variance"}, "needs a sparsity above 0"),
         ({"score": "varianc", "sparsity": 0.5}, "varianc"),
-        ({"begin": 0.9}, "Pruning begins and ends"),
+        ({"begin": 0.9}, "begin and end must be fractions"),
         ({"score": "variance", "sparsity": 0.5, "regrow": "random"}, "Set until to more than end"),
         ({"spam": "paper"}, "spam goes with adamwspam"),
         ({"steps": 0}, "steps must be at least 1"),
@@ -328,7 +328,7 @@ def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
 
 
 def test_model_and_data_must_go_together() -> None:
-    with pytest.raises(SecateurError, match="lenet5 reads pictures, which 'python' is not"):
+    with pytest.raises(SecateurError, match="lenet5 reads images, which 'python' is not"):
         Trainer(Experiment(model="lenet5"), HOW)
 
 
@@ -355,9 +355,9 @@ def test_sizes_of_models() -> None:
             assert sum(p.numel() for p in models.image_model(name, *shape).parameters()) == size
 
 
-def test_where_a_step_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "SAMPLED", 2)
+def test_the_time_of_each_part_of_a_step() -> None:
     trainer = Trainer(SMALL, Execution(cpu=True, micro_batch=3))
+    trainer.stopwatch.every = 2
     began = time.perf_counter()
     for _ in range(4):
         trainer.step()
@@ -381,7 +381,7 @@ def test_averages_are_adams() -> None:
         state = optimizer.state[parameter]
         first.append(float(state["exp_avg"]) / (1 - 0.9**step))
         second.append((float(state["exp_avg_sq"]) / (1 - 0.999**step)) ** 0.5)
-    lines = monitor.picture_of_a_gradient(values)
+    lines = monitor.gradient_lines(values)
     assert lines["gradient"] == values
     assert lines["average, beta1 0.9"] == pytest.approx(first, rel=1e-5)
     assert lines["root of averaged square, beta2 0.999"] == pytest.approx(second, rel=1e-5)
@@ -477,7 +477,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_by_name_and_not_run(
         (run_folder / "checkpoint" / name).write_bytes(hostile_pickle(tmp_path / "harm"))
         said = refused(capsys, main([*words, "--out", str(run_folder)]))
         assert f"checkpoint/{name} is a pickle, which can run code, and is not read." in said
-        assert "to begin again" in said
+        assert "to start again" in said
         assert not (tmp_path / "harm").exists()
 
 
@@ -546,7 +546,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
             code = main([*words, "--out", str(disk / "run")])
         said = refused(capsys, code)
         assert "No space left on device" in said
-        assert said.endswith("Free some space: the same command goes on from the last checkpoint.")
+        assert said.endswith("Free some space: the same command continues from the last checkpoint.")
         (disk / "other").unlink()
         assert json.loads((disk / "run" / "checkpoint" / "state.json").read_text())["step"] == 4
         assert main([*words, "--out", str(disk / "run")]) == 0
@@ -578,7 +578,7 @@ def test_what_a_damaged_run_says_to_delete_is_that_run(
     (folder / name).write_text('{"format": 0}')
     capsys.readouterr()
     assert main([*runs[1], "--out", str(folder)]) == 2
-    assert f"or delete {folder} to begin again" in capsys.readouterr().err
+    assert f"or delete {folder} to start again" in capsys.readouterr().err
     shutil.rmtree(folder)
     assert main([*runs[1], "--out", str(folder)]) == 0
     assert (folder / "best" / "model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""Measure GPT-2 training with bf16 autocast on random tokens, dense and pruned, eager and compiled.
+"""Measure GPT-2 training with the lab's trainer, bf16 autocast and random tokens: dense and pruned, eager and compiled.
 
 Each cell of the table is a mode (eager or compile) and a method, and runs in a process of its own: dense training, and
 each score with torch's fused AdamW and with secateur's. The table shows the time of a step, peak memory, recompiles,
@@ -19,23 +19,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-from secateur import optim
 from secateur.bench.measuring import against, kind, ratio, synchronize
 from secateur.errors import SecateurError, library
 from secateur.lab import record
-from secateur.lab.models import language_model, seeded
+from secateur.lab.config import Experiment
+from secateur.lab.data import Tokens
+from secateur.lab.monitor import Stopwatch
+from secateur.lab.trainer import Execution, Trainer
 from secateur.pruner import Pruner
 from secateur.report import text_table
-from secateur.schedules import linear
 from secateur.scores import resolve
 
 MODES = ("eager", "compile")
@@ -43,7 +43,7 @@ DENSE = "dense"
 OWN = "-own"  # ends the name of a method that steps with secateur's AdamW; the others use torch's fused AdamW
 OPTIMIZERS = {"torch": "", "secateur": OWN}
 BAR = 1.01  # times dense training
-IGNORED = -100  # a target that cross_entropy leaves out
+SHARES = {"optimizer": "optimizer", "pruner": "masks"}  # name in the record -> part that the stopwatch times
 DEFAULTS = {"full": {"batch": 16, "steps": 200, "every": 50}, "tiny": {"batch": 2, "steps": 6, "every": 3}}
 
 
@@ -83,61 +83,68 @@ def label(mode: str, method: str) -> str:
     return f"{mode}, {method.removesuffix(OWN)}, secateur.optim.AdamW" if method.endswith(OWN) else f"{mode}, {method}"
 
 
-def build_model(plan: Plan) -> nn.Module:
-    """GPT-2 of 124 M weights, or a GPT of two layers, with weights that depend on the seed alone."""
-    name = "gpt-2x64" if plan.tiny else "gpt2"
-    model = seeded(plan.seed, lambda: language_model(name, plan.vocabulary, plan.tokens))
-    return model.to(plan.device).train()
+def experiment_of(plan: Plan, mode: str, method: str) -> Experiment:
+    """What `secateur train` would be given for this cell: bf16 autocast, a constant learning rate, no clipping."""
+    settings: dict[str, Any] = {"score": method.removesuffix(OWN), "sparsity": plan.sparsity}
+    return Experiment(
+        model="gpt-2x64" if plan.tiny else "gpt2",
+        seed=plan.seed,
+        steps=plan.last_step,
+        batch=plan.batch,
+        context=plan.tokens,
+        optimizer="adamwprune" if method.endswith(OWN) else "adamw",
+        lr=1e-4,
+        warmup=0,
+        final_lr=1.0,
+        clip=0.0,
+        precision="bf16",
+        compile=mode == "compile",
+        # The ramp lasts to the last step: an update that asks for no more than the one before would do nothing.
+        schedule="linear",
+        begin=0.0,
+        end=1.0,
+        every=plan.every,
+        **({} if method == DENSE else settings),
+    )
 
 
-def batches(plan: Plan) -> Iterator[Tensor]:
-    """Random tokens, made on the device, the same in every cell."""
-    generator = torch.Generator(plan.device).manual_seed(plan.seed)
-    shape = (plan.batch, plan.tokens)
-    while True:
-        yield torch.randint(plan.vocabulary, shape, device=plan.device, generator=generator)
+class RandomTokens(Tokens):
+    """Random tokens, made on the device, so that reading data takes no time; the same in every cell."""
+
+    @classmethod
+    def for_plan(cls, plan: Plan) -> RandomTokens:
+        held_out = torch.zeros(plan.tokens + 1, dtype=torch.int64)  # never evaluated
+        return cls(torch.empty(0, dtype=torch.int64, device=plan.device), held_out, plan.vocabulary, "random tokens")
+
+    def batch(self, step: int, size: int, context: int, seed: int) -> Tensor:
+        device = self.train.device
+        generator = torch.Generator(device).manual_seed(seed + step)
+        return torch.randint(self.vocabulary, (size, context + 1), device=device, generator=generator)
+
+    def fingerprint(self) -> str:
+        return self.name  # nothing to read, and what is on a GPU cannot be hashed
 
 
 class Training:
-    """A model, its optimizer and its pruner, stepped together."""
+    """The lab's trainer on random tokens, with times."""
 
     def __init__(self, plan: Plan, mode: str, method: str) -> None:
-        self.plan, self.device = plan, torch.device(plan.device)
-        score, own = method.removesuffix(OWN), method.endswith(OWN)
-        model = build_model(plan)
-        settings: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
-        self.optimizer: torch.optim.Optimizer = (
-            optim.AdamW(model.parameters(), **settings)
-            if own
-            else torch.optim.AdamW(model.parameters(), fused=True, **settings)
-        )
-        # The ramp lasts to the last step: an update that asks for no more than the one before would do nothing.
-        ramp = linear(plan.sparsity, begin=0, end=plan.last_step)
-        self.pruner = (
-            None if method == DENSE else Pruner(model, self.optimizer, score=score, sparsity=ramp, every=plan.every)
-        )
-
-        def loss(tokens: Tensor) -> Tensor:
-            targets = functional.pad(tokens[:, 1:], (0, 1), value=IGNORED)  # no copy of the logits, unlike a slice
-            return functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
-
-        self.loss: Callable[[Tensor], Tensor] = torch.compile(loss) if mode == "compile" else loss
-        self.weights = sum(parameter.numel() for parameter in model.parameters())
-        self.batches = batches(plan)
+        self.device = torch.device(plan.device)
+        if self.device.type != "cpu":
+            os.environ["ACCELERATE_TORCH_DEVICE"] = plan.device  # Accelerate would take the first GPU
+        execution = Execution(cpu=self.device.type == "cpu", micro_batch=plan.batch)
+        self.trainer = Trainer(experiment_of(plan, mode, method), execution, RandomTokens.for_plan(plan))
+        self.trainer.stopwatch.every = 0  # no syncs in timed steps
+        self.weights = sum(parameter.numel() for parameter in self.trainer.model.parameters())
         self.losses: list[Tensor] = []
 
-    def run(self, steps: int, clock: Callable[[Callable[[], Any], str], Any] = lambda work, _: work()) -> None:
-        """Train for some steps; `clock` may wrap the optimizer's and the pruner's step."""
-        for _ in range(steps):
-            tokens = next(self.batches)
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
-                loss = self.loss(tokens)
-            loss.backward()
-            clock(self.optimizer.step, "optimizer")
-            if self.pruner is not None:
-                clock(self.pruner.step, "pruner")
-            self.optimizer.zero_grad(set_to_none=True)
-            self.losses.append(loss.detach())
+    @property
+    def pruner(self) -> Pruner | None:
+        return self.trainer.pruner
+
+    def run(self, steps: int) -> None:
+        """Train for some steps."""
+        self.losses += [self.trainer.step() for _ in range(steps)]
 
     def seconds(self, steps: int) -> float:
         """Time of some steps together, with a sync before and after but none in between."""
@@ -148,22 +155,11 @@ class Training:
         return time.perf_counter() - began
 
     def shares(self, steps: int) -> dict[str, float]:
-        """Shares of the time spent in optimizer and pruner, in a separate pass with a sync around each."""
-        spent = {"optimizer": 0.0, "pruner": 0.0}
-
-        def clock(work: Callable[[], Any], what: str) -> None:
-            synchronize(self.device)
-            began = time.perf_counter()
-            work()
-            synchronize(self.device)
-            spent[what] += time.perf_counter() - began
-
-        synchronize(self.device)
-        began = time.perf_counter()
-        self.run(steps, clock)
-        synchronize(self.device)
-        whole = time.perf_counter() - began
-        return {what: seconds / whole for what, seconds in spent.items()}
+        """Fractions of the time spent in optimizer and pruner, in a separate pass with a sync after each part."""
+        self.trainer.stopwatch = stopwatch = Stopwatch(self.device, every=1)
+        whole = self.seconds(steps)
+        stopwatch.every = 0
+        return {name: stopwatch.seconds[part] / whole for name, part in SHARES.items()}
 
 
 def compiled_frames() -> int:

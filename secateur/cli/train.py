@@ -1,15 +1,13 @@
 """Train a network, pruned or dense, from a recipe or settings. The run folder gets metrics, checkpoints and a page.
 
-The same command continues a run that was interrupted. secateur train RECIPE --dry-run tries everything out in seconds.
+The same command continues a run that was interrupted. --dry-run tries the settings in seconds, on random data.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,18 +53,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", default=None, help="compile the model")
     add_training_device(parser)
     add_out(parser, "folder of the run (runs/MODEL-SCORE-SPARSITY-SEED)")
-    parser.add_argument("--max-time", type=float, metavar="SECONDS", help="stop after this time; run again to go on")
-    parser.add_argument("--micro-batch", type=positive, help="rows at a time (as many as fit)")
+    parser.add_argument("--max-time", type=float, metavar="SECONDS", help="stop after this; the same command continues")
+    parser.add_argument("--micro-batch", type=positive, help="rows in a forward pass (as many as fit)")
     parser.add_argument(
         "--checkpoint-every", type=positive, default=500, metavar="STEPS", help="steps between checkpoints (500)"
     )
     parser.add_argument("--tracker", choices=(*TRACKERS, "none"), help="(tensorboard if it is installed)")
-    parser.add_argument("--dry-run", action="store_true", help="two small steps on random data, to try it out")
+    parser.add_argument("--dry-run", action="store_true", help="two small steps on random data")
     add_aliases(parser)
 
 
 def changes_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Settings that the options ask for."""
+    """The settings that these options change."""
     names = ("optimizer", "score", "sparsity", "steps", "seed", "budget", "compile")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return given | score_settings(options) | parse(options.changes)
@@ -90,28 +88,30 @@ def run(options: argparse.Namespace) -> int:
 
 def _train(experiment: Experiment, on_cpu: bool, options: argparse.Namespace) -> int:
     from secateur.lab.checkpoint import RunFolder, check_place
+    from secateur.lab.page import render_run
     from secateur.lab.run import run
-    from secateur.lab.trainer import EXTRA, Execution, Trainer
+    from secateur.lab.trainer import EXTRA, Execution, ShowProgress, Trainer
 
     path = options.out or Path("runs") / name_of(experiment)
     check_place(path)
     execution = Execution(
         on_cpu, options.micro_batch, options.checkpoint_every, options.max_time, _tracker(options.tracker), path
     )
-    trainer = Trainer(experiment, execution)  # before a folder is made for it: much can be wrong
+    trainer = Trainer(experiment, execution)  # raises for most mistakes, so before the folder is made
     with trainer.accelerator.main_process_first():
         folder = RunFolder(path, experiment, trainer.fingerprint)
     if folder.finished:
         print(f"secateur: {path} is finished already: see {path / 'summary.json'}", file=sys.stderr)
         return 0
     check_room(path, max(0, trainer.room - folder.bytes))
-    summary = run(trainer, folder, ProgressLine())
-    if trainer.accelerator.is_main_process and not folder.finished:
-        print(f"Stopped after {summary['steps']} of {summary['asked_steps']} steps; the same command goes on.")
-    elif trainer.accelerator.is_main_process:
+    first = trainer.accelerator.is_main_process
+    trainer.callbacks += [ShowProgress("training")] if first else []
+    summary = run(trainer, folder)
+    if first and not folder.finished:
+        print(f"Stopped after {summary['steps']} of {summary['asked_steps']} steps; the same command continues.")
+    elif first:
         library("matplotlib", "The page of a run", EXTRA)
-        page = importlib.import_module("secateur.lab.runpage").render(path, name_of(experiment), summary)
-        write(path / "report.html", page)
+        write(path / "report.html", render_run(path, name_of(experiment), summary))
         print(finished_line(experiment, summary, path))
     return 0
 
@@ -128,7 +128,7 @@ def _tracker(wanted: str | None) -> str | None:
 
 
 def name_of(experiment: Experiment) -> str:
-    """A name that tells runs of one model apart by the settings changed most often."""
+    """A name from the settings that are changed most often."""
     pruned = f"{experiment.score}-{experiment.pattern or f'{experiment.sparsity:g}'}" if experiment.score else "dense"
     return f"{experiment.model}-{pruned}-seed{experiment.seed}".replace("/", "_").replace(" ", "")
 
@@ -139,23 +139,5 @@ def finished_line(experiment: Experiment, summary: dict[str, Any], path: Path) -
     return (
         f"{name_of(experiment)}: {summary['quality_name']} {summary['quality']:.4f} (held-out loss"
         f" {summary['held_out_loss']:.4f}) after {summary['steps']} steps{budget}, {summary['seconds']:.0f} s;"
-        f" {summary['sparsity']:.4%} of {summary['prunable'] or 0:,} prunable weights gone\nSaved in {path}"
+        f" {summary['sparsity']:.4%} of {summary['prunable'] or 0:,} prunable weights pruned\nSaved in {path}"
     )
-
-
-class ProgressLine:
-    """Shows how far a run is: one line on stderr, at most once a second."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-
-    def __call__(self, trainer: Any, loss: float) -> None:
-        progress, steps = trainer.progress, trainer.experiment.steps_taken
-        now = time.perf_counter()
-        if now - self._last < 1 and progress.step < steps:
-            return
-        self._last = now
-        left = progress.seconds / progress.step * (steps - progress.step)
-        line = f"step {progress.step}/{steps}, loss {loss:.3f}, {trainer.sparsity:.1%} gone, {left:.0f} s left"
-        end = "\n" if progress.step == steps or not sys.stderr.isatty() else ""
-        print(f"\r{line:79}" if sys.stderr.isatty() else line, end=end, file=sys.stderr, flush=True)

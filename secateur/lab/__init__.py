@@ -1,1 +1,1 @@
-"""The lab: what an experiment needs and a library does not. Data, models, training, pages."""
+"""Experiments: data, models, the training loop, runs, sweeps, comparisons and their pages."""

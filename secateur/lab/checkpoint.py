@@ -1,8 +1,8 @@
-"""Checkpoints of a run: tensors as safetensors, all else as JSON. Nothing is pickled, so nothing in them can run.
+"""A run's folder and its checkpoints: tensors as safetensors, everything else as JSON. Nothing is pickled.
 
-`state.json` says how far the run is and which files belong to it. Each process writes its own random state; weights and
-optimizer are the first process's, or, of a model in shards, the shards of each. A run goes on with as many processes as
-it was begun with, so a shard is read by the process that wrote it.
+`state.json` has the progress of the run and the names of its files. Each process writes its own random state. The first
+process writes weights and optimizer state; with a sharded model every process writes its shards. A run continues with
+as many processes as it began with, so each process reads the shards it wrote.
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ from secateur.lab.config import Experiment
 from secateur.lab.runs import CONFIG, METRICS, SUMMARY, measure_of, read_run
 from secateur.model.distributed import like, local, unwrap, whole
 from secateur.model.prunable import plain_name
+from secateur.oneshot.batches import is_out_of_memory
 from secateur.pruner import Pruner
 
 FORMAT = 1
 STATE = "state.json"
-CHECKPOINT, BEST = FOLDERS = ("checkpoint", "best")  # of a run, which hold tensors
+CHECKPOINT, BEST = FOLDERS = ("checkpoint", "best")  # hold tensors
 EXTRA = '"secateur[lab]"'
 PICKLES = (".bin", ".ckpt", ".distcp", ".pickle", ".pkl", ".pt", ".pth")
 KINDS = {"step": int, "seconds": float, "best": float, "processes": int, "noted": int, "gradients": list}
 
 
 class Progress:
-    """How far a run is; saved with its checkpoints."""
+    """How far a run is; saved in its checkpoints."""
 
     def __init__(self) -> None:
         self.step, self.seconds, self.best, self.processes = 0, 0.0, math.inf, 1
-        self.noted = 0  # lines of numbers written so far
-        self.gradients: list[float] = []  # of one weight, step by step
+        self.noted = 0  # lines of metrics.jsonl written so far
+        self.gradients: list[float] = []  # of one weight, by step
 
 
 class Checkpoint:
-    """A folder that a run of one process, or this process's part of a run of several, is saved in and read from."""
+    """A checkpoint folder, as one process writes and reads it."""
 
     def __init__(self, folder: Path, rank: int, sharded: bool) -> None:
         self.folder, self.rank = folder, rank
-        self._owner = rank if sharded else 0  # whose weights this process saves and reads
+        self._owner = rank if sharded else 0  # rank of the process whose weights this one reads
         self._common: dict[str, Any] = {}
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, pruner: Pruner | None, state: Progress) -> None:
-        """Write this process's files. The first process writes what is common to all; `finish` comes last."""
+        """Write this process's files. Call `finish` on the first process once all have saved."""
         extras, tensors = _optimizer_state(optimizer)
         if self._owner == self.rank:
             self._write("model", _weights(model))
@@ -67,16 +68,19 @@ class Checkpoint:
             self._common = {"format": FORMAT, **vars(state), "optimizer": extras}
 
     def finish(self) -> None:
-        """Write the list of all processes' files: the last thing to be written, by the first process."""
+        """Write `state.json`, which lists the files of all processes, last."""
         files = sorted(path.name for path in self.folder.glob("*.safetensors"))
         write(self.folder / STATE, json.dumps({**self._common, "files": files}) + "\n")
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, pruner: Pruner | None, state: Progress) -> None:
-        """Put everything back as it was saved, or raise: a file that is missing, damaged or of another run is named."""
+        """Restore what was saved. The error for a missing, damaged or foreign file names it."""
         found = check_checkpoint(self.folder)
         if found["processes"] != state.processes:
-            raise StateError(f"{self.folder} was written by {found['processes']} processes: go on with as many.")
-        weights, moments, draws = self._read("model"), self._read("optimizer"), self._read("random", self.rank)
+            raise StateError(
+                f"{self.folder} was written by {found['processes']} processes, and this run has {state.processes}."
+                f" Continue it with {found['processes']}."
+            )
+        weights, moments, random = self._read("model"), self._read("optimizer"), self._read("random", self.rank)
         masks = {} if pruner is None else self._read("pruner", 0)
         with self._named("model"):
             _restore_weights(model, weights)
@@ -86,7 +90,7 @@ class Checkpoint:
             with self._named("pruner", 0):
                 pruner.load_state_dict(masks)
         with self._named("random", self.rank):
-            _restore_random(draws)
+            _restore_random(random)
         vars(state).update({name: found[name] for name in KINDS})
 
     def _path(self, name: str, rank: int | None = None) -> Path:
@@ -94,7 +98,7 @@ class Checkpoint:
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], rank: int | None = None) -> None:
         files = library("safetensors.torch", "Saving checkpoints", EXTRA)
-        plain = {key: _alone(local(tensor.detach()).cpu().contiguous()) for key, tensor in tensors.items()}
+        plain = {key: _compact(local(tensor.detach()).cpu().contiguous()) for key, tensor in tensors.items()}
         try:
             files.save_file(plain, self._path(name, rank))
         except (OSError, library("safetensors", "Saving checkpoints", EXTRA).SafetensorError) as error:
@@ -110,35 +114,36 @@ class Checkpoint:
 
     @contextmanager
     def _named(self, name: str, rank: int | None = None) -> Iterator[None]:
-        """An error inside becomes one that names the file."""
+        """Turn errors of restoring a file's content into one that names the file."""
         try:
             yield
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
             raise damaged(self._path(name, rank), str(error)) from error
 
 
 def damaged(path: Path, why: str) -> StateError:
-    """The error for a file of a run's weights or checkpoint, or for the folder of either, that cannot be used."""
+    """The error for a file or folder of a run's weights or checkpoint that cannot be used."""
     run = next((part.parent for part in (path, *path.parents) if part.name in FOLDERS), path.parent)
     return StateError(
-        f"{path} is damaged or of another run ({' '.join(why.split())}). Put back a copy of it, or delete {run} to"
-        " begin again."
+        f"{path} is damaged or of another run ({' '.join(why.split())}). Restore a copy of it, or delete {run} to"
+        " start again."
     )
 
 
 def check_checkpoint(folder: Path) -> dict[str, Any]:
-    """What `state.json` says, once every file of a checkpoint has been opened. Pickles are refused by name: reading one
-    runs whatever is in it."""
+    """The content of `state.json`, after checking that every file can be opened and none is a pickle."""
     if not folder.is_dir():
         raise damaged(folder, "it is not a folder")
     for path in sorted(folder.rglob("*")):
         if path.suffix in PICKLES:
             raise StateError(
                 f"{path} is a pickle, which can run code, and is not read. A checkpoint holds {STATE} and .safetensors"
-                f" files; earlier versions wrote pickles. Delete {folder} to begin again, or finish with the version"
+                f" files; earlier versions wrote pickles. Delete {folder} to start again, or finish with the version"
                 " that wrote it."
             )
-    found: dict[str, Any] = read_json(folder / STATE, dict, StateError, f"Delete {folder} to begin again.")
+    found: dict[str, Any] = read_json(folder / STATE, dict, StateError, f"Delete {folder} to start again.")
     if found.get("format") != FORMAT:
         raise damaged(folder / STATE, f"its format is {found.get('format')!r}, not {FORMAT}")
     for name, kind in KINDS.items():
@@ -147,17 +152,17 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
         if not (whole_number if kind is int else type(value) in (int, float) if kind is float else type(value) is list):
             raise damaged(folder / STATE, f"its {name} is {str(value)[:40]!r}")
     if not all(type(value) in (int, float) for value in found["gradients"]):
-        raise damaged(folder / STATE, "its gradients are no numbers")
+        raise damaged(folder / STATE, "its gradients are not all numbers")
     files = found.get("files")
     if not isinstance(files, list) or not all(isinstance(name, str) and Path(name).name == name for name in files):
-        raise damaged(folder / STATE, "it names no files")
+        raise damaged(folder / STATE, "it has no list of file names")
     for name in files:
         check_tensors(folder / name)
     return found
 
 
 def check_tensors(path: Path) -> None:
-    """Refuse a safetensors file that is missing, cut short or no such file; its numbers are not read."""
+    """Raise if a safetensors file is missing, truncated or not one; reads only its header."""
     library("safetensors", "Reading weights", EXTRA)
     from safetensors import SafetensorError, safe_open
 
@@ -168,13 +173,13 @@ def check_tensors(path: Path) -> None:
         raise damaged(path, str(error)) from error
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor, copied if it is a part of something larger, which would be saved with it."""
+def _compact(tensor: Tensor) -> Tensor:
+    """The tensor, copied if it is a view of a larger storage, all of which would be saved."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once: tied ones under the first of their names."""
+    """Parameters and buffers by name; tied ones only under their first name."""
     found, seen = {}, set()
     for name, tensor in unwrap(model).state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -198,8 +203,8 @@ def _restore_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What an optimizer remembers, plain values and tensors apart, by `state.INDEX.NAME` and `group.NUMBER.NAME`. What
-    groups were made with is left out: the run's settings say it."""
+    """The optimizer's state as plain values and tensors, by `state.INDEX.NAME` and `group.NUMBER.NAME`, without the
+    options of the groups, which come from the run's settings."""
     state = optimizer.state_dict()
     made = {*optimizer.defaults, "params", "param_names"}
     found = {f"state.{index}.{name}": value for index, one in state["state"].items() for name, value in one.items()}
@@ -213,7 +218,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, extras: Any, saved: Mapping[str, Tensor]) -> None:
     plain, names = dict(extras["plain"]), extras["tensors"]
     if sorted(saved) != names or not all(value is None or isinstance(value, int | float) for value in plain.values()):
-        raise ValueError(f"it holds {len(saved)} tensors, and {STATE} names {len(names)} others")
+        raise ValueError(f"its {len(saved)} tensors are not the {len(names)} that {STATE} lists")
     state = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state["state"] = {}
@@ -245,17 +250,19 @@ def _restore_random(saved: Mapping[str, Tensor]) -> None:
 WEIGHTS = "model.safetensors"
 REPORT, GRADIENT, GPU = "report.json", "gradient.json", "gpu.json"
 LOCK = ".lock"
-ADVICE = "Put back a copy of it, or name another folder with --out."
+ADVICE = "Restore a copy of it, or name another folder with --out."
 
 
 def check_place(path: Path) -> None:
-    """Refuse a folder that a run cannot have, before its data is read: it cannot be written, holds something else, or
-    another process trains there."""
+    """Raise if a run cannot use a folder: it is not writable, holds something else, or another process trains there.
+
+    Call it before reading data, which may take long.
+    """
     check_folder(path, replaced=False)
     others = [] if (path / CONFIG).exists() or not path.exists() else [one.name for one in path.iterdir()]
-    if any(name != LOCK and not name.startswith(f".{CONFIG}.") for name in others):  # those a killed run may leave
-        raise SecateurError(f"{path} is there already and holds no run. Name another folder with --out.")
-    first = os.environ.get("RANK", "0") == "0"  # the processes of one run must not meet each other here
+    if any(name != LOCK and not name.startswith(f".{CONFIG}.") for name in others):  # what a killed run may leave
+        raise SecateurError(f"{path} exists already and holds no run. Name another folder with --out.")
+    first = os.environ.get("RANK", "0") == "0"  # the lock is held by the first process of this run
     if first and (path / LOCK).exists():
         with locked(path / LOCK, _busy(path)):
             pass
@@ -266,11 +273,12 @@ def _busy(path: Path) -> str:
 
 
 class RunFolder:
-    """Where a run writes. A folder that holds another experiment is refused; one with a checkpoint is continued."""
+    """The folder of a run. One that holds another experiment is refused."""
 
     def __init__(self, path: Path, experiment: Experiment, fingerprint: str) -> None:
         self.path = path
-        config = json.loads(json.dumps(asdict(experiment) | {"fingerprint": fingerprint}))  # as the file gives it back
+        config = asdict(experiment) | {"fingerprint": fingerprint}
+        config = json.loads(json.dumps(config))  # as it reads back: tuples become lists
         if (path / CONFIG).exists():
             found = read_json(path / CONFIG, dict, StateError, ADVICE)
             if found != config:
@@ -285,17 +293,17 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, no other process trains here. What a killed one left half done is cleared away first."""
+        """Lock the folder against other processes, and remove what a killed one left half-written."""
         with locked(self.path / LOCK, _busy(self.path)):
             for name in (CHECKPOINT, BEST, CONFIG, METRICS, SUMMARY, REPORT, GRADIENT, GPU, "report.html"):
                 clear(self.path / name)
-            for name in (CHECKPOINT, BEST):  # a killed process leaves its lock; nobody else writes here now
+            for name in (CHECKPOINT, BEST):  # left by a killed process; nobody else writes here now
                 (self.path / f".{name}.lock").unlink(missing_ok=True)
             yield
 
     @property
     def finished(self) -> bool:
-        """Whether there is a summary. If anything of the run is damaged that is an error, and not the end of it."""
+        """Whether there is a summary. Raises if any file of the run is damaged."""
         if not (self.path / SUMMARY).exists():
             return False
         run = read_run(self.path)
@@ -310,27 +318,27 @@ class RunFolder:
         return True
 
     def check_best(self) -> None:
-        """Refuse to go on beside best weights that are damaged."""
+        """Raise if the best weights are damaged."""
         check_tensors(self.path / BEST / WEIGHTS)
 
     @property
     def bytes(self) -> int:
-        """What the run takes on the disk."""
+        """Bytes on disk."""
         return sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
 
     @property
     def checkpoint(self) -> Path | None:
-        """The last checkpoint, if there is one."""
+        """The last checkpoint, or None."""
         return self.path / CHECKPOINT if (self.path / CHECKPOINT).exists() else None
 
     def forget_weights(self) -> None:
-        """Keep the numbers of a finished run and none of its weights."""
+        """Delete the weights of a finished run, but not its numbers."""
         for name in (CHECKPOINT, BEST):
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def rewind(self, count: int) -> None:
-        """Keep the first `count` lines of numbers, which were there when the checkpoint was written. The steps of those
-        that follow are taken again; the last may have been cut short."""
+        """Keep the first `count` lines of metrics.jsonl, those up to the checkpoint. The steps after it will be taken
+        again, and the last line may be truncated."""
         path = self.path / METRICS
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[:count] if path.exists() else []
@@ -339,20 +347,20 @@ class RunFolder:
             raise StateError(f"{path} is damaged ({error}). {ADVICE}") from error
         whole = [line for line in found if isinstance(line, dict) and type(line.get("step")) is int]
         if len(whole) < count:
-            raise StateError(f"{path} is damaged: it has {len(whole)} of the {count} lines it had. {ADVICE}")
+            raise StateError(f"{path} is damaged: it has {len(whole)} of {count} lines. {ADVICE}")
         write(path, "".join(line + "\n" for line in lines))
 
     def note(self, numbers: Mapping[str, Any]) -> None:
-        """Add a line of numbers."""
+        """Append a line to metrics.jsonl."""
         try:
             with (self.path / METRICS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(numbers) + "\n")
         except OSError as error:
             raise SaveError(f"{self.path / METRICS} cannot be written ({error.strerror}).") from error
 
-    def finish(self, summary: Mapping[str, Any], report: str | None, looks: Mapping[str, Any]) -> None:
-        """Write the report, whatever else was looked at, and then the summary: a folder that has one is done."""
-        for name, numbers in looks.items():
+    def finish(self, summary: Mapping[str, Any], report: str | None, extras: Mapping[str, Any]) -> None:
+        """Write the report, the non-empty `extras` by file name, and last the summary, which marks a finished run."""
+        for name, numbers in extras.items():
             if numbers:
                 write(self.path / name, json.dumps(numbers) + "\n")
         if report is not None:

@@ -1,4 +1,4 @@
-"""An experiment: everything the outcome of a training run depends on, and nothing else."""
+"""An experiment: the settings that determine the result of a training run, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,46 +23,83 @@ from secateur.settings import from_mapping, read_toml
 
 RAMPS: dict[str, Callable[..., Schedule]] = {"cubic": cubic, "late_cubic": late_cubic, "linear": linear}
 SCHEDULES = (*RAMPS, "constant")
-OPTIMIZERS = ("adamw", "adam", "sgd", "adamwadv", "adamwspam", "adamwprune")
 PRECISIONS = ("fp32", "bf16")
 BUDGETS = ("normal", "extended")
 MOMENTUM = 0.9  # of SGD
-# The seeds gave these scores more iterations than the others. Ours get them only when asked, and it is said.
+# AdamWPrune trained these scores longer than the others. Here they get more steps only with budget="extended".
 MORE_STEPS = {"bitter2": 1.21, **dict.fromkeys(("bitter3", "bitter4", "bitter5", "bitter6", "bitter8", "bitter9"), 1.3)}
+
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """An optimizer of experiments. `build` gets the experiment, the parameter groups and whether they are on a GPU."""
+
+    build: Callable[[Experiment, Groups, bool], torch.optim.Optimizer]
+    states: int  # tensors of optimizer state per weight
+    spam: bool = False  # whether it takes the setting `spam`
+
+
+def _adam(kind: Callable[..., torch.optim.Optimizer], amsgrad: bool = False) -> OptimizerKind:
+    def build(experiment: Experiment, groups: Groups, on_gpu: bool) -> torch.optim.Optimizer:
+        return kind(groups, **experiment.adam_settings, amsgrad=amsgrad, fused=True if on_gpu else None)
+
+    return OptimizerKind(build, states=3 if amsgrad else 2)
+
+
+def _masked_adamw(spam: str | None, amsgrad: bool = False) -> OptimizerKind:
+    """Secateur's AdamW; `spam` is the preset if the experiment names none."""
+
+    def build(experiment: Experiment, groups: Groups, on_gpu: bool) -> torch.optim.Optimizer:
+        return optim.AdamW(groups, **experiment.adam_settings, amsgrad=amsgrad, spam=experiment.spam or spam)
+
+    return OptimizerKind(build, states=3 if amsgrad else 2, spam=True)
+
+
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "adamw": _adam(torch.optim.AdamW),
+    "adam": _adam(torch.optim.Adam),
+    "sgd": OptimizerKind(lambda wanted, groups, _: torch.optim.SGD(groups, wanted.lr, momentum=MOMENTUM), states=1),
+    "adamwadv": _adam(torch.optim.AdamW, amsgrad=True),
+    "adamwspam": _masked_adamw("paper", amsgrad=True),
+    "adamwprune": _masked_adamw(None),
+}
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Settings of a run. Two runs with the same settings give the same numbers on the same machine."""
+    """Settings of a run. On one machine, the same settings give the same numbers."""
 
     model: str = "gpt-4x128"
     data: str = "python"
     seed: int = 0
     steps: int = 1000
-    batch: int = 32  # sequences or pictures in an optimizer step, over all processes
+    batch: int = 32  # sequences or images in an optimizer step, over all processes
     context: int = 128  # tokens in a sequence
     optimizer: str = "adamw"
     lr: float = 1e-3
     warmup: int = 50  # steps
-    final_lr: float = 0.1  # share of the rate that is left at the end of the cosine
+    final_lr: float = 0.1  # learning rate at the end of the cosine, as a fraction of lr
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.999
-    clip: float = 1.0  # norm of the gradient at most; 0: not clipped
-    spam: str | None = None  # "paper" or "seeds": spikes are clipped and moments reset
+    clip: float = 1.0  # largest norm of the gradient; 0: no clipping
+    spam: str | None = None  # preset of SPAM (clips gradient spikes, resets moments)
     score: str | None = None  # None: dense
     sparsity: float = 0.0
     schedule: str = "cubic"
-    begin: float = 0.1  # of the steps
-    end: float = 0.8  # of the steps
-    every: int = 20  # steps between updates of the masks
+    begin: float = 0.1  # fraction of the steps
+    end: float = 0.8  # fraction of the steps
+    every: int = 20  # steps between mask updates
     scope: str = "model"
     pattern: str | None = None
     allocation: str | None = None
     skip: tuple[str, ...] = ()
-    regrow: str | None = None  # "gradient" (RigL) or "random" (SET): weights come back as others go
-    drop: float = 0.3  # share of the living weights exchanged at first
-    until: float = 0.75  # of the steps; then none come back
+    regrow: str | None = None  # "gradient" (RigL) or "random" (SET)
+    drop: float = 0.3  # fraction of the kept weights exchanged at first
+    until: float = 0.75  # fraction of the steps after which no weight regrows
     precision: str = "fp32"
     compile: bool = False
     evaluate_every: int = 100
@@ -70,8 +107,9 @@ class Experiment:
     budget: str = "normal"
 
     def __post_init__(self) -> None:
-        words = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS, "budget": BUDGETS}
-        words |= {"scope": SCOPES, "regrow": regrowth.KINDS, "spam": tuple(PRESETS)}
+        words: dict[str, tuple[str, ...]] = {"optimizer": tuple(OPTIMIZERS), "spam": tuple(PRESETS)}
+        words |= {"schedule": SCHEDULES, "scope": SCOPES, "regrow": regrowth.KINDS}
+        words |= {"precision": PRECISIONS, "budget": BUDGETS}
         for name, known in words.items():
             if getattr(self, name) is not None:
                 _check_word(name, getattr(self, name), known)
@@ -84,8 +122,9 @@ class Experiment:
         for name, (low, high) in ranges.items():
             if not low <= getattr(self, name) <= high:
                 raise SecateurError(f"{name} must be between {low:g} and {high:g}; got {getattr(self, name)}.")
-        if self.spam and self.optimizer not in ("adamwspam", "adamwprune"):
-            raise SecateurError(f"spam goes with adamwspam or adamwprune, not with {self.optimizer}.")
+        if self.spam and not OPTIMIZERS[self.optimizer].spam:
+            takers = " or ".join(name for name, kind in OPTIMIZERS.items() if kind.spam)
+            raise SecateurError(f"spam goes with {takers}, not with {self.optimizer}.")
         self._check_pruning()
 
     def _check_pruning(self) -> None:
@@ -97,30 +136,32 @@ class Experiment:
             if not self.sparsity and self.pattern is None:
                 raise SecateurError(f"score {self.score!r} needs a sparsity above 0, or a pattern.")
         if not 0 < self.until <= 1:
-            raise SecateurError(f"Weights come back until a share of the steps in (0, 1]; got {self.until}.")
+            raise SecateurError(f"until must be a fraction of the steps above 0, at most 1; got {self.until}.")
         if self.regrow is not None and self.schedule in RAMPS and self.until < self.end:
             raise SecateurError(
-                f"Weights come back until {self.until:g} of the steps, but sparsity rises until {self.end:g}: nothing"
-                " would be exchanged at the sparsity you ask for. Set until to more than end, or end to less."
+                f"Weights regrow until {self.until:g} of the steps, but sparsity rises until {self.end:g}: none would"
+                " regrow at the final sparsity. Set until to more than end, or end to less."
             )
         if not 0 <= self.begin < self.end <= 1:
-            raise SecateurError(f"Pruning begins and ends at shares of the steps; got {self.begin} and {self.end}.")
+            raise SecateurError(
+                f"begin and end must be fractions of the steps with begin < end; got {self.begin} and {self.end}."
+            )
 
     @property
     def steps_taken(self) -> int:
-        """Steps of the run. With the extended budget some scores get the seeds' 21 % or 30 % more."""
+        """Steps of the run: with the extended budget, 21 % or 30 % more for the scores of MORE_STEPS."""
         more = MORE_STEPS.get(self.score or "", 1.0) if self.budget == "extended" else 1.0
         return round(self.steps * more)
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step, counted from 1: linear warm-up, then a cosine."""
+        """Learning rate of a step, counted from 1: linear warm-up, then cosine decay."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
         progress = (step - self.warmup) / max(1, self.steps_taken - self.warmup)
         return self.lr * (self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
     def ramp(self) -> float | Schedule | None:
-        """The schedule of sparsity; it does not stretch with the budget."""
+        """The sparsity schedule, which the extended budget does not stretch."""
         if self.pattern is not None and not self.sparsity:
             return None
         if self.schedule == "constant":
@@ -129,7 +170,7 @@ class Experiment:
         return RAMPS[self.schedule](self.sparsity, begin=begin, end=max(begin + 1, round(self.end * self.steps)))
 
     def build_pruner(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pruner | None:
-        """The pruner, unless the run is dense."""
+        """The pruner, or None for a dense run."""
         if self.score is None:
             return None
         back: dict[str, Any] = {}
@@ -141,17 +182,13 @@ class Experiment:
         )  # fmt: skip
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer by its name."""
+        """The optimizer of this name; biases and normalization do not decay."""
         groups = parameter_groups(model, self.weight_decay)
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(groups, self.lr, momentum=MOMENTUM)
-        settings: dict[str, Any] = {"lr": self.lr, "betas": (self.beta1, self.beta2)}
-        if self.optimizer in ("adamwspam", "adamwprune"):
-            spam = self.spam or ("paper" if self.optimizer == "adamwspam" else None)
-            return optim.AdamW(groups, **settings, amsgrad=self.optimizer == "adamwspam", spam=spam)
-        settings["fused"] = True if next(model.parameters()).is_cuda else None
-        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
-        return kind(groups, **settings, amsgrad=self.optimizer == "adamwadv")
+        return OPTIMIZERS[self.optimizer].build(self, groups, next(model.parameters()).is_cuda)
+
+    @property
+    def adam_settings(self) -> dict[str, Any]:
+        return {"lr": self.lr, "betas": (self.beta1, self.beta2)}
 
 
 def _check_word(name: str, word: str, known: tuple[str, ...]) -> None:
@@ -160,7 +197,7 @@ def _check_word(name: str, word: str, known: tuple[str, ...]) -> None:
 
 
 def read_experiment(path: Path | None, changes: Mapping[str, Any]) -> Experiment:
-    """The experiment in a TOML file (or the default one) with some settings changed."""
+    """The experiment of a TOML file (None: all defaults) with some settings changed."""
     found = {} if path is None else read_toml(path)
     named = "the command line" if path is None or changes.keys() - found.keys() else str(path)
     return from_mapping(Experiment, {**found, **changes}, named)

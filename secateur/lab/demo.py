@@ -1,63 +1,51 @@
-"""One training run: the same weights, data and steps for every score, so that only the score differs."""
+"""The demo: one small GPT trained dense, pruned by magnitude and pruned by Adam's variance, as a table and a page."""
 
 from __future__ import annotations
 
+import html
 import math
 import platform
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from torch.nn import functional
 
+from secateur.errors import library
 from secateur.files import write
-from secateur.integrations.text import VOCABULARY, Corpus, standard_library
-from secateur.lab import page
-from secateur.lab.models import GPT, GPTShape
+from secateur.integrations.text import VOCABULARY, standard_library
+from secateur.lab.config import Experiment
+from secateur.lab.data import Tokens
+from secateur.lab.monitor import CpuLoad, LoadMeter, cpu_load, threads_for
+from secateur.lab.page import COLUMN, WIDTH, block, document, figure, warning_box
+from secateur.lab.trainer import Callback, Execution, ShowProgress, Trainer
 from secateur.pruner import Pruner
-from secateur.report import Report, text_table
-from secateur.schedules import late_cubic
+from secateur.report import Report, heat_map, html_table, text_table
 from secateur.selection.exact import CHUNK
 
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything a run depends on but its score."""
-
-    shape: GPTShape
-    steps: int = 450
-    batch: int = 20
-    learning_rate: float = 3e-3
-    warmup: int = 40
-    weight_decay: float = 0.1
-    sparsity: float = 0.8
-    every: int = 10
-    evaluate_every: int = 50
-    windows: int = 128
-    seed: int = 0
-    device: str = "cpu"
-
-    @property
-    def ramp(self) -> tuple[int, int]:
-        """Pruning begins after a tenth of the steps and is done after eight tenths; the rest is recovery."""
-        return self.steps // 10, self.steps * 8 // 10
-
-    def rate(self, step: int) -> float:
-        """Learning rate of a step (from 1): linear warm-up, then a cosine to a tenth."""
-        if step <= self.warmup:
-            return self.learning_rate * step / self.warmup
-        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+EXTRA = "'secateur[demo]'"
+DENSE = Experiment(
+    model="gpt-4x128x4", data="python", context=64, steps=450, batch=20, lr=3e-3, warmup=40, beta2=0.99,
+    schedule="late_cubic", every=10, evaluate_every=25, evaluation=128,
+)  # fmt: skip
+SPARSITY = 0.8
+SCORES = ("magnitude", "variance")
+HEADER = ("run", "perplexity", "vs dense", "sparsity", "of the model", "seconds")
+SHOWN = ("run", "perplexity", "vs dense", "sparsity")  # on the page, where more would not fit a phone
+COLOURS = {"dense": "#6b7280", "magnitude": "#d97706", "variance": "#2563eb"}
+STAGES = ("#93c5fd", "#3b82f6", "#1e3a8a")  # of the histograms, from early to late
+PROMPTS = ("import ", "class ", "def read(self", "    return ")
+GENERATED = 80  # bytes after each prompt
+TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Scores of the living weights just before an update, as counts in bins of log10(score), and the cut it made."""
+    """Scores of the kept weights just before a mask update, as counts in bins of log10(score), and its cut."""
 
     step: int
     edges: list[float]
@@ -67,142 +55,236 @@ class Snapshot:
 
 @dataclass
 class Run:
-    """What a run leaves behind."""
+    """What one of the three trainings leaves behind."""
 
     name: str
-    loss: list[float] = field(default_factory=list)  # every training step
-    sparsity: list[float] = field(default_factory=list)  # after every training step
-    held_out: list[tuple[int, float]] = field(default_factory=list)  # step, mean loss in nats per token
+    loss: list[float] = field(default_factory=list)  # of every step
+    sparsity: list[float] = field(default_factory=list)  # after every step
+    held_out: list[tuple[int, float]] = field(default_factory=list)  # step, mean loss in nats per byte
     snapshots: list[Snapshot] = field(default_factory=list)
     report: Report | None = None
     seconds: float = 0.0
+    texts: list[str] = field(default_factory=list)  # the trained model's continuation of each prompt
 
     @property
     def perplexity(self) -> float:
         return math.exp(self.held_out[-1][1])
 
 
-def train(plan: Plan, corpus: Corpus, score: str | None, progress: Callable[[Run, int], None]) -> Run:
-    """Train a GPT, pruned by `score` (None: dense). `progress` is told after every step."""
-    torch.manual_seed(plan.seed)
-    model = GPT(plan.shape).to(plan.device)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=plan.weight_decay)
-    begin, end = plan.ramp
-    schedule = late_cubic(plan.sparsity, begin=begin, end=end)
-    pruner = Pruner(model, optimizer, score=score, sparsity=schedule, every=plan.every) if score else None
-    watched = {(begin + (end - begin) * part // 4) // plan.every * plan.every for part in (2, 3, 4)}
-    run = Run(score or "dense")
-    data = batches(corpus.train, plan.batch, plan.shape.context, plan.seed)
-    began = time.perf_counter()
-    for step in range(1, plan.steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = plan.rate(step)
-        loss = _loss(model, next(data).to(plan.device))
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if pruner is not None:
-            watch = histogram(pruner) if step in watched else None
-            pruner.step()
-            if watch is not None:
-                run.snapshots.append(Snapshot(step, *watch, cut=pruner.report().tensors[0].cut or 0.0))
-        run.loss.append(float(loss.detach()))
-        run.sparsity.append(pruner.sparsity if pruner else 0.0)
-        if step % plan.evaluate_every == 0 or step == plan.steps:
-            run.held_out.append((step, evaluate(model, plan, corpus)))
-        progress(run, step)
-    run.seconds = time.perf_counter() - began
-    run.report = pruner.report() if pruner else None
-    return run
+class Recorder(Callback):
+    """Collects a run's numbers and three histograms of its scores."""
 
+    def __init__(self, run: Run, experiment: Experiment) -> None:
+        self.run, every = run, experiment.every
+        begin, end = experiment.begin * experiment.steps, experiment.end * experiment.steps
+        self._watched = {int(begin + (end - begin) * part / 4) // every * every for part in (2, 3, 4)}
+        self._scores: tuple[list[float], list[int]] | None = None
 
-def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits = model(tokens[:, :-1])
-    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    def before_masks(self, trainer: Trainer) -> None:
+        if trainer.progress.step + 1 in self._watched and trainer.pruner is not None:
+            self._scores = histogram(trainer.pruner)
 
-
-@torch.no_grad()
-def evaluate(model: nn.Module, plan: Plan, corpus: Corpus) -> float:
-    """Mean loss per token over a fixed set of held-out windows."""
-    parts = windows(corpus.held_out, plan.batch, plan.shape.context, plan.windows)
-    totals = [(float(_loss(model, part.to(plan.device))) * len(part), len(part)) for part in parts]
-    return sum(total for total, _ in totals) / sum(count for _, count in totals)
+    def after_step(self, trainer: Trainer, loss: Tensor, evaluation: dict[str, float] | None) -> None:
+        step = trainer.progress.step
+        self.run.loss.append(float(loss))
+        self.run.sparsity.append(trainer.sparsity)
+        if evaluation is not None:
+            self.run.held_out.append((step, evaluation["held_out_loss"]))
+        if self._scores is not None and trainer.pruner is not None:
+            cut = trainer.pruner.report().tensors[0].cut or 0.0
+            self.run.snapshots.append(Snapshot(step, *self._scores, cut))
+            self._scores = None
 
 
 @torch.no_grad()
 def histogram(pruner: Pruner, bins: int = 120) -> tuple[list[float], list[int]]:
-    """How the positive scores of living weights are spread, in equal bins of their logarithm."""
+    """Edges and counts of equal bins of log10(score), over the kept weights with a positive score."""
     logs = []
     for piece in pruner.pieces():
         for start in range(0, piece.numel, CHUNK):
             where = slice(start, min(start + CHUNK, piece.numel))
             scores = piece.score(where)
-            living = scores if piece.alive is None else scores[piece.alive[where]]
-            logs.append(living[living > 0].log10().cpu())
+            kept = scores if piece.alive is None else scores[piece.alive[where]]
+            logs.append(kept[kept > 0].log10().cpu())
     values = torch.cat(logs)
-    low, high = float(values.kthvalue(1 + values.numel() // 2000).values), float(values.max())  # spare the long tail
+    low = float(values.kthvalue(1 + values.numel() // 2000).values)  # leaves out the long tail of tiny scores
+    high = float(values.max())
     counts = torch.histc(values, bins, low, high)
-    edges = torch.linspace(low, high, bins + 1)
-    return edges.tolist(), [int(count) for count in counts]
+    return torch.linspace(low, high, bins + 1).tolist(), [int(count) for count in counts]
 
 
-def batches(tokens: Tensor, batch: int, context: int, seed: int) -> Iterator[Tensor]:
-    """Random windows of context + 1 tokens, for ever; the same for the same seed."""
-    draw = torch.Generator().manual_seed(seed)
-    offsets = torch.arange(context + 1)
-    while True:
-        starts = torch.randint(0, tokens.numel() - context, (batch, 1), generator=draw)
-        yield tokens[starts + offsets].long()
+def train(experiment: Experiment, execution: Execution, data: Tokens) -> Run:
+    """One of the three trainings."""
+    run = Run(experiment.score or "dense")
+    trainer = Trainer(experiment, execution, data, [Recorder(run, experiment), ShowProgress(run.name)])
+    trainer.train()
+    run.report = trainer.pruner.report() if trainer.pruner else None
+    run.seconds = trainer.progress.seconds
+    model = trainer.bare_model()
+    run.texts = [generate(model, text, experiment.context, GENERATED, seed) for seed, text in enumerate(PROMPTS)]
+    return run
 
 
-def windows(tokens: Tensor, batch: int, context: int, count: int) -> Iterator[Tensor]:
-    """`count` windows spread evenly over the tokens, none overlapping if there is room; always the same ones."""
-    starts = torch.linspace(0, tokens.numel() - context - 1, count).long()[:, None]
-    yield from tokens[starts + torch.arange(context + 1)].long().split(batch)
-
-
-SCORES = (None, "magnitude", "variance")
-HEADER = ("run", "held-out perplexity", "sparsity (prunable)", "sparsity (model)", "seconds")
+@torch.no_grad()
+def generate(model: nn.Module, prompt: str, context: int, count: int, seed: int = 0) -> str:
+    """The `count` bytes that a byte-level model writes after a prompt, sampled; the same again for the same seed."""
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    tokens = list(prompt.encode())
+    for _ in range(count):
+        logits = model(torch.tensor([tokens[-context:]], device=device))[0, -1].float().cpu()
+        tokens.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))
+    return bytes(tokens[-count:]).decode(errors="replace")
 
 
 def demo(out: Path, steps: int | None = None) -> list[Run]:
     """Train the three networks, print the table to stdout (progress goes to stderr), write the page."""
+    for name in ("accelerate", "matplotlib", "psutil"):
+        library(name, "The demo", EXTRA)  # now, not after minutes of training
     began = time.perf_counter()
-    device, why = ("cuda", "a GPU is there") if torch.cuda.is_available() else ("cpu", "no GPU is there")
-    plan = Plan(GPTShape(VOCABULARY), device=device)
-    plan = plan if steps is None else replace(plan, steps=steps)
+    dense = DENSE if steps is None else replace(DENSE, steps=steps)
+    experiments = [dense, *(replace(dense, score=score, sparsity=SPARSITY) for score in SCORES)]
+    execution = Execution(cpu=not torch.cuda.is_available())
     corpus = standard_library()
-    weights = sum(parameter.numel() for parameter in GPT(plan.shape).parameters())
-    facts = (
-        f"A GPT of {weights:,} weights reads the standard library of Python {platform.python_version()}"
-        f" ({corpus.train.numel() / 1e6:.1f} MB in {corpus.files[0]} files) byte by byte for {plan.steps} steps on"
-        f" {device} ({why}), and is judged on {corpus.files[1]} files it never saw. torch {torch.__version__},"
-        f" seed {plan.seed}: same start, same data, same steps; only the score differs."
+    data = Tokens(corpus.train, corpus.held_out, VOCABULARY, "python")
+    load = cpu_load()
+    about = (
+        f"A GPT with 4 layers of width 128 reads the standard library of Python {platform.python_version()}"
+        f" ({corpus.train.numel() / 1e6:.1f} MB in {corpus.files[0]} files) byte by byte for {dense.steps} steps, and"
+        f" is evaluated on {corpus.files[1]} files it never saw. All runs have the same initial weights, data and"
+        " steps; only the score differs."
     )
-    console = Console(stderr=True)
-    console.print(facts, highlight=False)
-    runs = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bars:
-        for score in SCORES:
-            name = score or "dense"
-            task = bars.add_task(f"{name:10}", total=plan.steps)
-
-            def tell(run: Run, step: int, task: object = task, name: str = name) -> None:
-                text = f"{name:10} loss {run.loss[-1]:.2f}, {run.sparsity[-1]:4.0%} gone"
-                bars.update(task, completed=step, description=text)  # type: ignore[arg-type]
-
-            runs.append(train(plan, corpus, score, tell))
-    rows = [row(run) for run in runs]
-    print(text_table(HEADER, rows))
-    write(out, page.render(plan, runs, HEADER, rows, facts))
+    print(about, file=sys.stderr)
+    with threads_for(load) as why:
+        device = "cpu" if execution.cpu else torch.cuda.get_device_name()
+        ran_on = f"Ran on {device}; {why}; torch {torch.__version__}; seed {dense.seed}"
+        print(f"secateur: {ran_on}", file=sys.stderr)
+        if load.warning:
+            print(f"secateur: {load.warning}", file=sys.stderr)
+        meter = LoadMeter()
+        runs = [train(experiment, execution, data) for experiment in experiments]
+        load = max(load, meter.load(), key=lambda one: one.used)
+    rows = table(runs)
+    print(f"{headline(runs)}\n\n{text_table(HEADER, rows)}")
+    write(out, render(runs, rows, about, ran_on, load))
     print(f"\nReport: {out.resolve()}  ({time.perf_counter() - began:.0f} s in all)")
     return runs
 
 
-def row(run: Run) -> tuple[str, ...]:
-    """A run as a row under HEADER."""
-    report = run.report
-    prunable, model = (report.sparsity, report.model_sparsity) if report else (0.0, 0.0)
-    return run.name, f"{run.perplexity:.3f}", f"{prunable:.4%}", f"{model:.4%}", f"{run.seconds:.1f}"
+def above_dense(run: Run, dense: Run) -> list[tuple[int, float]]:
+    """By how many percent the perplexity of a run exceeds that of the dense one, at each evaluation."""
+    pairs = zip(run.held_out, dense.held_out, strict=True)
+    return [(step, 100 * math.expm1(loss - other)) for (step, loss), (_, other) in pairs]
+
+
+def headline(runs: Sequence[Run]) -> str:
+    """The result in one line, the best score first."""
+    dense, *pruned = runs
+    costs = sorted((above_dense(run, dense)[-1][1], run.name) for run in pruned)
+    (first, name), *others = costs
+    rest = "".join(f", {cost:+.1f} % by {other}" for cost, other in others)
+    sparsity = max(run.sparsity[-1] for run in pruned)
+    return f"{100 * sparsity:.0f} % gone: {first:+.1f} % perplexity by {name}{rest}"
+
+
+def table(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """The rows under HEADER."""
+    rows: list[tuple[str, ...]] = []
+    for run in runs:
+        of_prunable, of_model = (run.report.sparsity, run.report.model_sparsity) if run.report else (0.0, 0.0)
+        cost = f"{above_dense(run, runs[0])[-1][1]:+.1f}%" if run is not runs[0] else "-"
+        rows.append(
+            (run.name, f"{run.perplexity:.3f}", cost, f"{of_prunable:.2%}", f"{of_model:.2%}", f"{run.seconds:.0f}")
+        )
+    return rows
+
+
+def render(runs: Sequence[Run], rows: Sequence[Sequence[str]], about: str, ran_on: str, load: CpuLoad) -> str:
+    """The page."""
+    dense, *pruned = runs
+    figures = [
+        block(
+            "Distance from dense",
+            "Held-out perplexity above that of the dense run at the same step. Grey: how many weights are pruned.",
+            _distance(runs),
+        )
+    ]
+    text = "Each run has one cut for the whole model, so layers lose different shares."
+    figures.append(block("Sparsity by layer", text, _heat_maps(pruned)))
+    for run in pruned:
+        if run.snapshots:
+            text = "Scores of the kept weights at three mask updates. Those left of the dashed cut are pruned."
+            figures.append(block(f"Scores and cuts: {run.name}", text, _histograms(run)))
+    texts = "".join(
+        f"<figure><h2>{html.escape(label)}</h2><pre>{_continued(run.texts)}</pre></figure>"
+        for label, run in [("Dense", dense), *((f"Pruned by {run.name}", run) for run in pruned)]
+    )
+    parts = [
+        warning_box(load.warning),
+        f"<p>{html.escape(about)}</p>",
+        html_table(*_columns(SHOWN, rows)),
+        "<h2>What they write</h2><p>Each model continues the words in bold, byte by byte, with the same random numbers."
+        f'</p><div style="{COLUMN.format(300)}">{texts}</div>',
+    ]
+    times = ", ".join(f"{run.name} {run.seconds:.0f} s" for run in runs)
+    footer = html.escape(
+        f"Training took: {times}. {ran_on}. One seed and one small model: an illustration, not a result."
+    )
+    return document(headline(runs), parts, figures, footer)
+
+
+def _continued(texts: Sequence[str]) -> str:
+    """Prompts in bold with their continuations, as HTML."""
+    pairs = zip(PROMPTS, texts, strict=True)
+    return "\n\n".join(f"<b>{html.escape(prompt)}</b>{html.escape(text.rstrip())}" for prompt, text in pairs)
+
+
+def _columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """These columns of the table."""
+    places = [HEADER.index(name) for name in names]
+    return names, [[row[place] for place in places] for row in rows]
+
+
+def _heat_maps(runs: Sequence[Run]) -> str:
+    """A heat map for each pruned run, with the same colours for the same sparsity."""
+    found = {run.name: [(row.name, row.sparsity) for row in run.report.tensors] for run in runs if run.report}
+    values = [sparsity for rows in found.values() for _, sparsity in rows]
+    limits = min(values), max(values)
+    maps = "".join(f"<div><b>{html.escape(name)}</b>{heat_map(rows, limits)}</div>" for name, rows in found.items())
+    return f'<div style="{COLUMN.format(170)}">{maps}</div>'
+
+
+def _distance(runs: Sequence[Run]) -> str:
+    dense, *pruned = runs
+
+    def draw(axes: Any) -> None:
+        for run in pruned:
+            line, colour = above_dense(run, dense), COLOURS.get(run.name, "#7c3aed")
+            axes.plot(*zip(*line, strict=True), "o-", color=colour, label=run.name, markersize=3)
+            axes.annotate(f"{line[-1][1]:+.1f} %", line[-1], (5, -3), textcoords="offset points", color=colour)
+        axes.axhline(0, color=COLOURS["dense"], linewidth=1.2)
+        axes.annotate("dense", (1, 0), (5, 3), textcoords="offset points", color=COLOURS["dense"])
+        axes.set(xlabel="step", ylabel="perplexity above dense, %", xlim=(0, 1.14 * len(dense.loss)))
+        share = axes.twinx()
+        share.fill_between(range(1, len(dense.loss) + 1), pruned[-1].sparsity, color="#e5e7eb", linewidth=0)
+        share.set(ylim=(0, 1), yticks=[])
+        share.spines[:].set_visible(False)
+        axes.set_zorder(share.get_zorder() + 1)
+        axes.patch.set_visible(False)
+        axes.legend(frameon=False, loc="upper left")
+
+    return figure(draw, width=WIDTH, height=2.9)
+
+
+def _histograms(run: Run) -> str:
+    def draw(axes: Any) -> None:
+        for snapshot, colour in zip(run.snapshots, STAGES, strict=False):
+            axes.stairs(snapshot.counts, snapshot.edges, color=colour, fill=True, alpha=0.35)
+            axes.stairs(snapshot.counts, snapshot.edges, color=colour, label=f"step {snapshot.step}")
+            if snapshot.cut > 0:
+                axes.axvline(math.log10(snapshot.cut), color=colour, linestyle="--", linewidth=1.4)
+        axes.set(xlabel=f"log10 of the {run.name} score", ylabel="weights")
+        axes.legend(frameon=False, loc="upper left")
+
+    return figure(draw, width=WIDTH, height=2.6)

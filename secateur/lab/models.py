@@ -1,4 +1,4 @@
-"""Small models to experiment on."""
+"""Models of experiments: small GPTs, GPT-2, LeNet-5 and ResNets, all trained from random weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a two-layer network, each on a normalised residual stream."""
+    """A pre-norm transformer layer: attention, then an MLP."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Layer(nn.Module):
 class GPT(nn.Module):
     """A decoder-only transformer with learned positions and a head tied to the token embedding."""
 
-    _no_split_modules = (Layer.__name__,)  # by which Accelerate shards it, as transformers' models
+    _no_split_modules = (Layer.__name__,)  # Accelerate shards by these, as for models of transformers
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -90,17 +90,17 @@ GPT2 = {  # layers, width, heads
     "gpt2-large": (36, 1280, 20),
     "gpt2-xl": (48, 1600, 25),
 }
-SMALL_GPT = re.compile(r"gpt-(\d+)x(\d+)")
-HEAD_WIDTH = 64
-SMALL_IMAGE = 64  # up to so many pixels a side, a ResNet does not shrink the picture in its first layer
+SMALL_GPT = re.compile(r"gpt-(\d+)x(\d+)(?:x(\d+))?")  # layers, width, heads
+HEAD_WIDTH = 64  # unless the name has the number of heads
+SMALL_IMAGE = 64  # pixels a side up to which the first layer of a ResNet does not downsample
 
 
 class LeNet5(nn.Module):
-    """LeCun's network with normalisation and rectifiers, for pictures of any size."""
+    """LeNet-5 with batch normalization and ReLU, for images of any size."""
 
     def __init__(self, channels: int, classes: int, size: int) -> None:
         super().__init__()
-        self.padding = max(0, (32 - size + 1) // 2)  # small pictures are set into a frame of 32 pixels
+        self.padding = max(0, (32 - size + 1) // 2)  # to at least 32 pixels a side
         side = (size + 2 * self.padding) // 4 - 3
         self.conv1, self.norm1 = nn.Conv2d(channels, 6, 5), nn.BatchNorm2d(6)
         self.conv2, self.norm2 = nn.Conv2d(6, 16, 5), nn.BatchNorm2d(16)
@@ -115,7 +115,7 @@ class LeNet5(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions of one width, or three with a narrow middle, beside a way around them."""
+    """A residual block of two convolutions, or a bottleneck of three."""
 
     def __init__(self, before: int, width: int, stride: int, bottleneck: bool) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """He's residual networks; the first layer is small for small pictures (CIFAR) and large for large ones."""
+    """ResNet; the first layer is that of CIFAR for small images and that of ImageNet for large ones."""
 
     def __init__(self, depths: tuple[int, ...], bottleneck: bool, channels: int, classes: int, size: int) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ IMAGE_MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
 
 
 class Causal(nn.Module):
-    """A causal model of transformers, tokens to logits, as the lab's own are."""
+    """A causal model of transformers with the interface of GPT: tokens in, logits out."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -182,12 +182,16 @@ class Causal(nn.Module):
 
 
 def language_model(name: str, vocabulary: int, context: int, most_layers: int = 1000) -> nn.Module:
-    """A GPT of this name that reads so many tokens; with fewer layers where only its shapes are of interest."""
+    """The GPT of this name, with at most `most_layers` layers."""
     if (shape := SMALL_GPT.fullmatch(name)) is not None:
-        layers, width = map(int, shape.groups())
-        if not layers or width % min(width, HEAD_WIDTH):
-            raise ModelError(f"{name}: a width above {HEAD_WIDTH} must be a multiple of it, such as gpt-8x512.")
-        return GPT(GPTShape(vocabulary, context, min(layers, most_layers), width, max(1, width // HEAD_WIDTH)))
+        layers, width = int(shape[1]), int(shape[2])
+        heads = max(1, width // HEAD_WIDTH) if shape[3] is None else int(shape[3])
+        if not layers or not width or not heads or width % heads:
+            raise ModelError(
+                f"{name} needs at least one layer and a width that its {heads} heads divide, as in gpt-8x512 or"
+                " gpt-4x128x4 (layers, width, heads)."
+            )
+        return GPT(GPTShape(vocabulary, context, min(layers, most_layers), width, heads))
     transformers = library("transformers", f"Model {name}", '"secateur[hf]"')
     layers, width, heads = GPT2[name]
     config: Any = transformers.GPT2Config(
@@ -198,33 +202,31 @@ def language_model(name: str, vocabulary: int, context: int, most_layers: int = 
 
 
 def is_language_model(name: str) -> bool:
-    """Whether a model of this name reads tokens; an error if there is none."""
+    """Whether the model of this name reads tokens; raises if there is none."""
     if name in GPT2 or SMALL_GPT.fullmatch(name):
         return True
     if name in IMAGE_MODELS:
         return False
     known = [*GPT2, "gpt-4x128", "gpt-8x512", *IMAGE_MODELS]
     raise ModelError(
-        f"No model {name!r}.{nearest(name, known)} Use {', '.join(GPT2)}, gpt-LAYERSxWIDTH (such as gpt-8x512) or"
-        f" {', '.join(IMAGE_MODELS)}."
+        f"No model {name!r}.{nearest(name, known)} Use {', '.join(GPT2)}, gpt-LAYERSxWIDTH[xHEADS] (such as gpt-8x512)"
+        f" or {', '.join(IMAGE_MODELS)}."
     )
 
 
 def image_model(name: str, channels: int, classes: int, size: int) -> nn.Module:
-    """A classifier of this name for pictures of so many pixels a side."""
+    """The classifier of this name for images of `size` pixels a side."""
     return IMAGE_MODELS[name](channels, classes, size)
 
 
-def loss_of(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy of a batch (tokens, or pictures and their classes), and how many predictions were right."""
+def predict(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """float32 logits and targets, a row per prediction. A batch is tokens, or a pair of images and their classes."""
     inputs, targets = batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
-    logits = model(inputs).float().flatten(0, -2)
-    targets = targets.flatten()
-    return functional.cross_entropy(logits, targets), (logits.argmax(-1) == targets).sum()
+    return model(inputs).float().flatten(0, -2), targets.flatten()
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices and kernels decay; biases and normalisation do not."""
+    """Parameter groups for the optimizer: matrices and kernels decay, biases and normalization do not."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -233,7 +235,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    """A model whose weights depend on the seed alone."""
+    """Build a model with random weights of this seed, leaving torch's random state as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return build()

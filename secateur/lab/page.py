@@ -1,86 +1,60 @@
-"""Pages of the lab: one self-contained HTML file, figures inside as SVG, nothing fetched from anywhere."""
+"""Pages of the lab: figures as SVG inside one HTML file that fetches nothing, and the page of a run."""
 
 from __future__ import annotations
 
 import html
 import io
-import math
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
+from secateur.errors import library
+from secateur.lab.monitor import CpuLoad, gradient_lines
+from secateur.lab.runs import METRICS
+from secateur.report import heat_map, html_page, html_table
 
-from secateur.lab.demo import Plan, Run
-from secateur.report import html_page, html_table
+EXTRA = "'secateur[demo]'"
+WIDTH = 4.3  # inches of a figure whose labels stay legible on a phone, where it is scaled down least
+COLUMN = "display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min({}px,100%),1fr))"  # least width
+BLUE, ORANGE, GREY, GREEN = "#0072b2", "#d55e00", "#9ca3af", "#009e73"
+GPU = {"busy": ("busy, %", 1.0), "memory_bytes": ("memory, GB", 1e9), "watts": ("power, W", 1.0)}
 
-COLOURS = {"dense": "#6b7280", "magnitude": "#d97706", "variance": "#2563eb"}
-STAGES = ("#93c5fd", "#3b82f6", "#1e3a8a")
+Draw = Callable[[Any], None]
+Bars = tuple[str, str, Sequence[float]]  # label, colour, sparsity of each layer
+Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
 
-def figure(draw: Any, *, width: float = 6.0, height: float = 3.4) -> str:
-    """An SVG of whatever `draw(axes)` draws, without the XML header that HTML does not want."""
-    canvas = Figure(figsize=(width, height), layout="constrained")
+def figure(draw: Draw, *, width: float = 6.0, height: float = 3.4) -> str:
+    """An SVG of what `draw(axes)` draws, without the XML header that HTML does not allow."""
+    matplotlib = library("matplotlib", "The page", EXTRA)
+    canvas = library("matplotlib.figure", "The page", EXTRA).Figure(figsize=(width, height), layout="constrained")
     axes = canvas.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     draw(axes)
     text = io.StringIO()
-    with rc_context({"svg.hashsalt": "secateur"}):  # the same picture has the same bytes
+    with matplotlib.rc_context({"svg.hashsalt": "secateur"}):  # so that equal figures have equal bytes
         canvas.savefig(text, format="svg", metadata={"Date": None})
     svg = text.getvalue()
     return svg[svg.index("<svg") :]
 
 
-def _colour(name: str) -> str:
-    return COLOURS.get(name, "#7c3aed")
-
-
-def _loss(runs: Sequence[Run]) -> str:
-    def draw(axes: Any) -> None:
-        for run in runs:
-            smooth, mean = [], run.loss[0]
-            for value in run.loss:
-                mean += 0.08 * (value - mean)
-                smooth.append(mean)
-            axes.plot(range(1, len(smooth) + 1), smooth, color=_colour(run.name), alpha=0.45, linewidth=1)
-            steps, losses = zip(*run.held_out, strict=True)
-            axes.plot(steps, losses, "o-", color=_colour(run.name), label=run.name, markersize=3.5)
-        axes.set(xlabel="step", ylabel="loss, nats per byte", ylim=(None, runs[0].held_out[0][1] * 1.15))
-        axes.legend(frameon=False)
-
-    return figure(draw)
-
-
-def _sparsity(runs: Sequence[Run]) -> str:
-    def draw(axes: Any) -> None:
-        for number, run in enumerate(runs):
-            style = "-" if number % 2 else "--"  # scores share a schedule: dashes let both be seen
-            axes.plot(range(1, len(run.sparsity) + 1), run.sparsity, style, color=_colour(run.name), label=run.name)
-        axes.set(xlabel="step", ylabel="share of prunable weights gone", ylim=(0, 1))
-        axes.legend(frameon=False)
-
-    return figure(draw)
-
-
 def legend_columns(labels: Sequence[str], letters: int) -> int:
-    """How many labels stand beside each other where so many letters fit; a line's sample takes six."""
+    """How many labels fit side by side in this many letters; the line beside a label takes six."""
     return min(len(labels), max(1, letters // (max(map(len, labels)) + 6)))
 
 
-Bars = tuple[str, str, Sequence[float]]  # label, colour, sparsity of each layer
-
-
 def layer_bars(names: Sequence[str], groups: Sequence[Bars], height: float, whole: float | None = None) -> str:
-    """A group of bars for every layer, and a dotted line at the sparsity of the whole."""
+    """A group of bars for every layer, and a dotted line at the sparsity of the whole model."""
 
     def draw(axes: Any) -> None:
         thick = 0.8 / len(groups)
         for number, (label, colour, values) in enumerate(groups):
             places = [place + number * thick - 0.4 + thick / 2 for place in range(len(names))]
             axes.barh(places, values, thick, color=colour, label=label)
-        axes.set(yticks=range(len(names)), yticklabels=names, xlim=(0, 1), xlabel="share of its weights gone")
+        axes.set(yticks=range(len(names)), yticklabels=names, xlim=(0, 1), xlabel="fraction of weights pruned")
         if whole is not None:
             axes.axvline(whole, color="#111827", linewidth=0.8, linestyle=":")
         axes.set_ylim(len(names) - 0.5, -0.5)  # the first layer on top
@@ -91,60 +65,111 @@ def layer_bars(names: Sequence[str], groups: Sequence[Bars], height: float, whol
     return figure(draw, height=height)
 
 
-def _layers(runs: Sequence[Run]) -> str:
-    pruned = [(run.name, run.report) for run in runs if run.report is not None]
-    names = [row.name.removesuffix(".weight") for row in pruned[0][1].tensors]
-    groups = [(name, _colour(name), [row.sparsity for row in report.tensors]) for name, report in pruned]
-    return layer_bars(names, groups, 8.2, pruned[0][1].sparsity)
+def block(title: str, text: str, content: str, *, tall: bool = False) -> str:
+    """A figure with its heading and a sentence; `content` is HTML. A tall one takes the whole width of the page."""
+    place = ' class="full"' if tall else ""
+    said = f"<p>{html.escape(text)}</p>" if text else ""
+    return f"<figure{place}><h2>{html.escape(title)}</h2>{said}{content}</figure>"
 
 
-def _scores(run: Run) -> str:
-    def draw(axes: Any) -> None:
-        for snapshot, colour in zip(run.snapshots, STAGES, strict=False):
-            axes.stairs(snapshot.counts, snapshot.edges, color=colour, fill=True, alpha=0.35)
-            axes.stairs(
-                snapshot.counts, snapshot.edges, color=colour, label=f"living weights before step {snapshot.step}"
-            )
-            if snapshot.cut > 0:
-                axes.axvline(math.log10(snapshot.cut), color=colour, linestyle="--", linewidth=1.4)
-        axes.set(xlabel=f"log10 of the {run.name} score", ylabel="weights")
-        axes.legend(frameon=False, loc="upper left")
-
-    return figure(draw)
-
-
-def block(title: str, text: str, svg: str, *, tall: bool = False) -> str:
-    """A figure with its heading and a sentence."""
-    place = ' class="tall"' if tall else ""
-    return f"<figure{place}><h2>{html.escape(title)}</h2><p>{html.escape(text)}</p>{svg}</figure>"
+def warning_box(text: str | None) -> str:
+    """A warning that stands out, or nothing."""
+    return f'<p class="warning">{html.escape(text)}</p>' if text else ""
 
 
 def document(heading: str, parts: Sequence[str], figures: Sequence[str], footer: str) -> str:
-    """The whole page: parts below each other, then figures beside each other. All but the heading is HTML."""
+    """The whole page: `parts` below each other, then `figures` side by side. All but the heading is HTML."""
     return html_page(heading, f'{"".join(parts)}<div class="figures">{"".join(figures)}</div>', footer)
 
 
-def render(plan: Plan, runs: Sequence[Run], header: Sequence[str], rows: Sequence[Sequence[str]], facts: str) -> str:
-    """The demo's page."""
-    figures = [
-        block("Loss", "Dots: held-out files. Faint lines: training batches, smoothed.", _loss(runs)),
-        block(
-            "Sparsity", f"All pruned runs follow one schedule, to the weight, to {plan.sparsity:.0%}.", _sparsity(runs)
-        ),
-        block(
-            "Sparsity by layer",
-            "One cut for the whole model: each layer gives what it can spare.",
-            _layers(runs),
-            tall=True,
-        ),
+def render_run(folder: Path, name: str, summary: Mapping[str, Any]) -> str:
+    """The page of a finished run, from the files in its folder."""
+    lines = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    load = CpuLoad(**summary["cpu_load"]) if summary.get("cpu_load") else None
+    rows = [
+        (summary["quality_name"], f"{summary['quality']:.4f}"),
+        ("held-out loss", f"{summary['held_out_loss']:.4f}"),
+        ("steps", f"{summary['steps']:,} of {summary['asked_steps']:,}"),
+        ("budget", summary["budget"]),
+        ("sparsity of prunable weights", f"{summary['sparsity']:.4%}"),
+        ("seconds", f"{summary['seconds']:.1f}"),
     ]
-    for run in runs:
-        if run.snapshots:
-            text = "The cut of that update is the dashed line of the same colour: what is left of it goes."
-            figures.append(block(f"Scores and the cut: {run.name}", text, _scores(run)))
-    return document(
-        "The same network, dense and pruned while it trained",
-        [f"<p>{html.escape(facts)}</p>", html_table(header, rows)],
-        figures,
-        "One seed, one small model: a look, not a result.",
-    )
+    versions = ", ".join(f"{package} {version}" for package, version in summary["versions"].items())
+    footer = html.escape(f"{summary['hardware']}; {versions}; commit {summary['commit']}.")
+    warning = warning_box(load.warning if load else None)
+    parts = [warning, f"<p>{html.escape(name)}</p>", html_table(("", "value"), rows)]
+    return document(run_headline(summary), parts, _run_figures(folder, lines, summary), footer)
+
+
+def run_headline(summary: Mapping[str, Any]) -> str:
+    """The result of a run in one line."""
+    pruned = f"{100 * summary['sparsity']:.3g} % gone" if summary["sparsity"] else "Dense"
+    return f"{pruned}: {summary['quality_name']} {summary['quality']:.4g} after {summary['steps']:,} steps"
+
+
+def _run_figures(folder: Path, lines: Lines, summary: Mapping[str, Any]) -> list[str]:
+    figures = [block("Loss", "Line: training batches. Dots: the whole held-out set.", _loss(lines))]
+    if summary["layers"]:
+        cells = heat_map([(one["name"], one["sparsity"]) for one in summary["layers"]])
+        figures.append(block("Sparsity by layer", "", cells))
+        figures.append(block("Sparsity", "Of the prunable weights.", _line(lines, "sparsity", "fraction pruned", BLUE)))
+    figures.append(block("Learning rate", "", _line(lines, "lr", "learning rate", GREY)))
+    if summary["breakdown_ms"]:
+        said = "Mean of the sampled steps, with a sync after each part, so the sum exceeds the time of a usual step."
+        figures.append(block("Time of a step", said, _bars(summary["breakdown_ms"])))
+    if (folder / "gradient.json").exists():
+        one = summary["gradient_of"]
+        said = f"Element {one['index']} of {one['name']}, with Adam's moving averages of it."
+        values = json.loads((folder / "gradient.json").read_text(encoding="utf-8"))
+        figures.append(block("The gradient of one weight", said, _gradient(values)))
+    if (folder / "gpu.json").exists():
+        samples = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
+        figures += [block(f"GPU: {words}", "", _gpu(samples, key, words, unit)) for key, (words, unit) in GPU.items()]
+    return figures
+
+
+def _loss(lines: Lines) -> str:
+    def draw(axes: Any) -> None:
+        for key, style, colour in (("loss", "-", GREY), ("held_out_loss", "o-", BLUE)):
+            found = [(line["step"], line[key]) for line in lines if key in line]
+            if found:
+                axes.plot(*zip(*found, strict=True), style, color=colour, markersize=3.5, linewidth=1.2)
+        axes.set(xlabel="step", ylabel="loss, nats")
+
+    return figure(draw, width=WIDTH, height=2.6)
+
+
+def _line(lines: Lines, key: str, label: str, colour: str) -> str:
+    def draw(axes: Any) -> None:
+        axes.plot(*zip(*[(line["step"], line[key]) for line in lines if key in line], strict=True), color=colour)
+        axes.set(xlabel="step", ylabel=label, ylim=(0, None))
+
+    return figure(draw, width=WIDTH, height=2.2)
+
+
+def _bars(milliseconds: Mapping[str, float]) -> str:
+    def draw(axes: Any) -> None:
+        axes.barh(list(milliseconds), list(milliseconds.values()), color=BLUE)
+        axes.set(xlabel="milliseconds")
+        axes.invert_yaxis()
+
+    return figure(draw, width=WIDTH, height=2.2)
+
+
+def _gradient(values: Sequence[float]) -> str:
+    def draw(axes: Any) -> None:
+        for (label, line), colour in zip(gradient_lines(values).items(), (GREY, ORANGE, BLUE, GREEN), strict=True):
+            thin = 0.6 if colour == GREY else 1.4
+            axes.plot(range(1, len(line) + 1), line, color=colour, linewidth=thin, label=label)
+        axes.set(xlabel="step", ylabel="gradient")
+        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+
+    return figure(draw, width=WIDTH, height=3.2)
+
+
+def _gpu(samples: Sequence[Mapping[str, float]], key: str, label: str, unit: float) -> str:
+    def draw(axes: Any) -> None:
+        axes.plot([one["seconds"] for one in samples], [one[key] / unit for one in samples], color=BLUE)
+        axes.set(xlabel="seconds", ylabel=label, ylim=(0, None))
+
+    return figure(draw, width=WIDTH, height=2.2)

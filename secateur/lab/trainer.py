@@ -1,10 +1,14 @@
-"""Training on Hugging Face Accelerate: one process or many, the same numbers; killed and continued, the same bits."""
+"""The training loop of the lab, the demo and the benchmarks, on Hugging Face Accelerate.
+
+One process or several give the same numbers up to rounding. A run that was killed continues with the same bits.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,102 +16,170 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from secateur.errors import SecateurError, library
 from secateur.files import PAGE, appearing
 from secateur.lab.checkpoint import CHECKPOINT, Checkpoint, Progress, RunFolder
-from secateur.lab.config import Experiment, read_experiment
+from secateur.lab.config import OPTIMIZERS, Experiment, read_experiment
 from secateur.lab.data import Images, Tokens, load
-from secateur.lab.models import image_model, is_language_model, language_model, loss_of, seeded
-from secateur.lab.monitor import OneWeight, Stopwatch
+from secateur.lab.models import image_model, is_language_model, language_model, predict, seeded
+from secateur.lab.monitor import Stopwatch
 from secateur.model.distributed import local
+from secateur.progress import ProgressBar
 
 EXTRA = '"secateur[lab]"'
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How a run is carried out, which should not change its numbers."""
+    """How a run is carried out; none of it should change the numbers."""
 
     cpu: bool = False
-    micro_batch: int | None = None  # rows of a process at a time; None: as many as fit
+    micro_batch: int | None = None  # rows in a forward pass of a process; None: as many as fit
     checkpoint_every: int = 500
     max_seconds: float | None = None
     tracker: str | None = None
-    logs: Path | None = None  # where a tracker writes
+    logs: Path | None = None  # folder for the tracker
     log_every: int = 10
-    most_layers: int = 1000  # of a language model, for a dry run
+    most_layers: int = 1000  # truncates language models, for a dry run
+
+
+class Callback:
+    """What a caller adds to the training loop. Every method does nothing unless overridden."""
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """After the backward passes of a step, before clipping."""
+
+    def before_masks(self, trainer: Trainer) -> None:
+        """After the optimizer's step, before the pruner's; not called in dense runs."""
+
+    def after_step(self, trainer: Trainer, loss: Tensor, evaluation: dict[str, float] | None) -> None:
+        """After a step, with its evaluation if one was due."""
+
+
+class ShowProgress(Callback):
+    """A progress bar on stderr."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._note = name, ""
+        self._bar: ProgressBar | None = None
+
+    def after_step(self, trainer: Trainer, loss: Tensor, evaluation: dict[str, float] | None) -> None:
+        step = trainer.progress.step
+        if self._bar is None:
+            self._bar = ProgressBar(self._name, trainer.experiment.steps_taken, step - 1)
+        if step % trainer.execution.log_every == 0 or trainer.over:  # not every step: a GPU would have to be awaited
+            self._note = f"loss {float(loss):.3f}, {trainer.sparsity:.1%} pruned"
+        self._bar.tick(self._note)
+        if trainer.over:
+            self._bar.close()
 
 
 class Trainer:
-    """A run: model, optimizer, pruner and data under one accelerator."""
+    """Model, optimizer, pruner and data of an experiment, and the loop that trains them."""
 
-    def __init__(self, experiment: Experiment, execution: Execution, data: Tokens | Images | None = None) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        execution: Execution,
+        data: Tokens | Images | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
         accelerate = library("accelerate", "Training", EXTRA)
         self.experiment, self.execution = experiment, execution
+        self.callbacks = list(callbacks)
         self.data = load(experiment.data) if data is None else data
-        # Autocast is ours, not the accelerator's: its state is the process's own and could not change between runs.
+        # No mixed_precision here: Accelerate's setting holds for the whole process and could not differ between runs.
         self.accelerator = accelerate.Accelerator(
             cpu=execution.cpu, log_with=execution.tracker, project_dir=str(execution.logs) if execution.logs else None,
             step_scheduler_with_optimizer=False,
         )  # fmt: skip
-        if self.in_shards:
-            # Every process makes the same model. Sending it from the first, by way of no memory, would untie weights.
+        if self.sharded:
+            # Every process builds the same model. Broadcasting it from the first to meta tensors would untie weights.
             self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         self.progress = Progress()
         model = seeded(experiment.seed, lambda: build_model(experiment, self.data, execution.most_layers)).to(
             self.accelerator.device
         )
-        torch.manual_seed(experiment.seed)  # what is drawn while training, such as dropout
+        torch.manual_seed(experiment.seed)  # for dropout and the like
         optimizer = experiment.build_optimizer(model)
         model = torch.compile(model) if experiment.compile else model  # type: ignore[assignment]
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.pruner = experiment.build_pruner(self.model, self.optimizer.optimizer)
         world = self.accelerator.num_processes
         if experiment.batch % world:
-            raise SecateurError(f"A batch of {experiment.batch} cannot be shared out to {world} processes evenly.")
+            raise SecateurError(
+                f"A batch of {experiment.batch} cannot be divided evenly among {world} processes. Change batch."
+            )
         self.rows = experiment.batch // world
-        self.micro = execution.micro_batch or fitting(self)
+        self.micro_batch = execution.micro_batch or find_micro_batch(self)
         self.progress.processes = world
-        next(iter(self._held_out()), None)  # says now if the held-out set is too small
+        next(iter(self._held_out()), None)  # raises now if the held-out set is too small
         self.fingerprint = self.data.fingerprint()
         self.stopwatch = Stopwatch(self.accelerator.device)
-        self.one_weight = OneWeight(self.accelerator.unwrap_model(self.model), experiment.seed)
+        self.over = False  # whether the last step is done or the time is up
+
+    def train(self) -> dict[str, float]:
+        """Take the remaining steps, or as many as the time allows; returns the last evaluation."""
+        wanted, progress = self.experiment, self.progress
+        before, began = progress.seconds, time.perf_counter()
+        found: dict[str, float] | None = None
+        self.over = progress.step >= wanted.steps_taken
+        while not self.over:
+            loss = self.step()
+            progress.seconds = before + time.perf_counter() - began
+            self.over = self._is_over()
+            due = progress.step % wanted.evaluate_every == 0 or self.over
+            found = self.evaluate() if due else None
+            for callback in self.callbacks:
+                callback.after_step(self, loss, found)
+        return found or self.evaluate()  # none if it was killed after the last checkpoint
+
+    def _is_over(self) -> bool:
+        """Whether the last step is done or the time is up. All processes get the same answer."""
+        done, limit = self.progress.step >= self.experiment.steps_taken, self.execution.max_seconds
+        if done or limit is None:
+            return done
+        late = torch.tensor(float(self.progress.seconds > limit), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(late, "sum") > 0)
 
     def micro_batches(self, step: int) -> Iterator[Any]:
-        """This process's share of a step's batch, in parts that fit."""
+        """This process's rows of a step's batch, in micro-batches."""
         wanted, mine = self.experiment, self.accelerator.process_index
         if isinstance(self.data, Tokens):
             batch: Any = (self.data.batch(step, wanted.batch, wanted.context, wanted.seed),)
         else:
             batch = self.data.batch(step, wanted.batch, wanted.seed, self.accelerator.device)
         share = [part[mine * self.rows : (mine + 1) * self.rows].to(self.accelerator.device) for part in batch]
-        for parts in zip(*(part.split(self.micro) for part in share), strict=True):
+        for parts in zip(*(part.split(self.micro_batch) for part in share), strict=True):
             yield parts[0] if len(parts) == 1 else parts
 
-    def _alone(self) -> nn.Module:
-        """The model without what holds processes together, which may have unequal numbers of batches to judge, and not
-        compiled, which the last and shorter batch would be anew. Averages of normalisation are the first process's, as
-        they are in training."""
-        self._share_buffers()
-        if self.in_shards:
+    def bare_model(self) -> nn.Module:
+        """The model to evaluate: not wrapped, since processes may have unequal numbers of batches, and not compiled,
+        since the shorter last batch would recompile it. A sharded model stays wrapped."""
+        self._broadcast_buffers()
+        if self.sharded:
             return self.model
         model: nn.Module = self.accelerator.unwrap_model(self.model)
         return getattr(model, "_orig_mod", model)
 
-    def _share_buffers(self) -> None:
-        """Averages of normalisation as the first process has them."""
+    def _broadcast_buffers(self) -> None:
+        """Give every process the first one's running averages of normalization layers."""
         for buffer in self.model.buffers() if self.accelerator.num_processes > 1 else ():
             torch.distributed.broadcast(buffer, 0)
 
-    def loss(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
-        """Mean loss of a batch and how many predictions were right, in the experiment's precision."""
-        rounded = self.experiment.precision == "bf16"
-        with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=rounded):
-            return loss_of(self.model if model is None else model, batch)
+    def _autocast(self) -> torch.autocast:
+        enabled = self.experiment.precision == "bf16"
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=enabled)
+
+    def loss(self, batch: Any, model: nn.Module | None = None) -> Tensor:
+        """Mean cross entropy of a batch, in the experiment's precision."""
+        with self._autocast():
+            return functional.cross_entropy(*predict(self.model if model is None else model, batch))
 
     def step(self) -> Tensor:
-        """One optimizer step; the mean loss of this process's share."""
+        """One optimizer step; returns the mean loss of this process's rows."""
         wanted, step = self.experiment, self.progress.step + 1
         self.model.train()
         for group in self.optimizer.param_groups:
@@ -116,28 +188,31 @@ class Trainer:
         parts = list(self.micro_batches(step))
         self.stopwatch.lap("data")
         loss = self._backward(parts)
-        self.one_weight.note()
+        for callback in self.callbacks:
+            callback.on_gradients(self)
         if wanted.clip:
             self.accelerator.clip_grad_norm_(self.model.parameters(), wanted.clip)
         self.optimizer.step()
         self.stopwatch.lap("optimizer")
         if self.pruner is not None:
+            for callback in self.callbacks:
+                callback.before_masks(self)
             self.pruner.step()
             self.stopwatch.lap("masks")
         self.optimizer.zero_grad(set_to_none=True)
-        if self.in_shards:  # DDP does it by itself
-            self._share_buffers()
+        if self.sharded:  # DDP does it by itself
+            self._broadcast_buffers()
         self.progress.step = step
         return loss
 
     def _backward(self, parts: list[Any]) -> Tensor:
-        """Gradients of all parts of a batch added up, exchanged with other processes once; the mean loss."""
+        """Accumulate the gradients of all micro-batches, with one all-reduce; returns the mean loss."""
         total = torch.zeros((), device=self.accelerator.device)
         for number, part in enumerate(parts):
             rows = len(part[0] if isinstance(part, tuple) else part)
             last = number == len(parts) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss = self.loss(part)[0] * (rows / self.rows)
+                loss = self.loss(part) * (rows / self.rows)
                 self.stopwatch.lap("forward")
                 self.accelerator.backward(loss)
                 self.stopwatch.lap("backward")
@@ -146,34 +221,36 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Loss and accuracy over the whole fixed held-out set, shared out to the processes."""
-        model = self._alone()
+        """Loss and quality (perplexity or accuracy) on the whole held-out set, shared among the processes."""
+        model = self.bare_model()
         model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
-        for batch, counts in self._judged():
-            loss, right = self.loss(batch, model)
-            if not counts:
-                continue
-            count = batch[1].numel() if isinstance(batch, tuple) else batch[:, 1:].numel()
-            sums += torch.stack([loss.double() * count, right.double(), torch.tensor(count).to(sums)])
-        loss_sum, right_sum, count_sum = self.accelerator.reduce(sums, "sum").tolist()
+        for batch, counts in self._evaluation_batches():
+            with self._autocast():
+                logits, targets = predict(model, batch)
+                loss = functional.cross_entropy(logits, targets)
+            if counts:
+                correct = (logits.argmax(-1) == targets).sum()
+                count = torch.tensor(targets.numel()).to(sums)
+                sums += torch.stack([loss.double() * count, correct.double(), count])
+        loss_sum, correct_sum, count_sum = self.accelerator.reduce(sums, "sum").tolist()
         mean = loss_sum / count_sum
-        quality = math.exp(min(mean, 700.0)) if isinstance(self.data, Tokens) else right_sum / count_sum
+        quality = math.exp(min(mean, 700.0)) if isinstance(self.data, Tokens) else correct_sum / count_sum
         return {"held_out_loss": mean, "quality": quality}
 
-    def _judged(self) -> Iterator[tuple[Any, bool]]:
-        """Held-out batches of this process, and whether they count. A model in shards needs all processes at every
-        pass: one that has no batch left goes along with one that does not count."""
+    def _evaluation_batches(self) -> Iterator[tuple[Any, bool]]:
+        """Held-out batches of this process, and whether each counts. A forward pass of a sharded model needs all
+        processes: one that has no batch left joins with a training batch that does not count."""
         own = self._held_out()
         while True:
             batch = next(own, None)
-            if not self._any(batch is not None):
+            if not self._any_process(batch is not None):
                 return
             yield (next(self.micro_batches(1)), False) if batch is None else (batch, True)
 
-    def _any(self, mine: bool) -> bool:
-        """Whether it is so here or, where the model is in shards, on any process."""
-        if not self.in_shards:
+    def _any_process(self, mine: bool) -> bool:
+        """Whether it is true here or, if the model is sharded, on any process."""
+        if not self.sharded:
             return mine
         return bool(self.accelerator.reduce(torch.tensor(float(mine), device=self.accelerator.device), "sum") > 0)
 
@@ -182,19 +259,19 @@ class Trainer:
         if isinstance(self.data, Tokens):
             windows = self.data.evaluation(self.experiment.context, self.experiment.evaluation)
             own = windows[mine::world]
-            for part in own.split(self.micro) if len(own) else ():  # nothing, split, is an empty batch
+            for part in own.split(self.micro_batch) if len(own) else ():  # splitting nothing gives an empty batch
                 yield part.to(self.accelerator.device)
         else:
-            for number, (inputs, targets) in enumerate(self.data.evaluation(self.micro)):
+            for number, (inputs, targets) in enumerate(self.data.evaluation(self.micro_batch)):
                 if number % world == mine:
                     yield inputs.to(self.accelerator.device), targets.to(self.accelerator.device)
 
     def save(self, folder: RunFolder) -> None:
-        """Write a checkpoint in the place of the last; killed at any moment, one of them is whole."""
+        """Replace the checkpoint atomically."""
         utils = library("accelerate.utils", "Training", EXTRA)
         with appearing(folder.path / CHECKPOINT) if self.accelerator.is_main_process else nullcontext() as fresh:
             where = Path(utils.broadcast_object_list([str(fresh)])[0])
-            kept = Checkpoint(where, self.accelerator.process_index, self.in_shards)
+            kept = Checkpoint(where, self.accelerator.process_index, self.sharded)
             kept.save(self.model, self.optimizer.optimizer, self.pruner, self.progress)
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
@@ -202,22 +279,24 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def load(self, checkpoint: Path) -> None:
-        """Go back to where a checkpoint was written."""
-        kept = Checkpoint(checkpoint, self.accelerator.process_index, self.in_shards)
+        """Restore a checkpoint."""
+        kept = Checkpoint(checkpoint, self.accelerator.process_index, self.sharded)
         kept.load(self.model, self.optimizer.optimizer, self.pruner, self.progress)
         if self.progress.step > self.experiment.steps_taken:
-            raise SecateurError(f"{checkpoint} is of step {self.progress.step}, past the end of this run.")
+            raise SecateurError(
+                f"{checkpoint} is of step {self.progress.step}, but the run has {self.experiment.steps_taken} steps."
+                " Name another folder with --out."
+            )
 
     @property
     def room(self) -> int:
-        """Bytes that a run needs on the disk at most: a checkpoint and the best weights, each beside the one before."""
+        """Bytes of disk a run needs at most: a checkpoint and the best weights, each beside the previous one."""
         weights = sum(local(tensor.detach()).nbytes for tensor in self.model.parameters())
-        weights *= self.accelerator.num_processes if self.in_shards else 1
-        states = {"sgd": 1, "adamwadv": 3, "adamwspam": 3}.get(self.experiment.optimizer, 2)  # as large as the weights
-        return 2 * weights * (1 + states) + 2 * weights + PAGE
+        weights *= self.accelerator.num_processes if self.sharded else 1
+        return 2 * weights * (1 + OPTIMIZERS[self.experiment.optimizer].states) + 2 * weights + PAGE
 
     @property
-    def in_shards(self) -> bool:
+    def sharded(self) -> bool:
         return bool(self.accelerator.distributed_type == "FSDP")
 
     @property
@@ -226,42 +305,40 @@ class Trainer:
 
     @property
     def final_sparsity(self) -> float:
-        """What the schedule asks for in the end."""
+        """The sparsity at the end of the schedule."""
         schedule = self.pruner.schedule if self.pruner else None
         return float(getattr(schedule, "target", 0.0))
 
     @property
     def seen(self) -> int:
-        """Tokens or pictures so far."""
+        """Tokens or images trained on so far."""
         each = self.experiment.context if isinstance(self.data, Tokens) else 1
         return self.progress.step * self.experiment.batch * each
 
 
 def build_model(experiment: Experiment, data: Tokens | Images, most_layers: int = 1000) -> nn.Module:
-    """The experiment's model for its data."""
+    """The experiment's model, sized for its data."""
     reads_tokens = is_language_model(experiment.model)
     if reads_tokens != isinstance(data, Tokens):
-        kind = "text" if reads_tokens else "pictures"
+        kind = "text" if reads_tokens else "images"
         raise SecateurError(f"{experiment.model} reads {kind}, which {experiment.data!r} is not. Change model or data.")
     if isinstance(data, Tokens):
         return language_model(experiment.model, data.vocabulary, experiment.context, most_layers)
     return image_model(experiment.model, data.inputs.shape[1], data.classes, data.inputs.shape[-1])
 
 
-def fitting(trainer: Trainer) -> int:
-    """Rows at a time: all of them where they fit, else half as many, and so on; said once, with the reason."""
+def find_micro_batch(trainer: Trainer) -> int:
+    """Rows in a forward pass: all of them, or half as many until they fit the GPU, which is reported."""
     size = trainer.rows
-    if trainer.accelerator.device.type != "cuda":
+    if trainer.accelerator.device.type != "cuda" or trainer.sharded:  # a process out of memory would block the others
         return size
-    if trainer.in_shards:  # a process without room would leave the others waiting
-        return size
-    model = trainer._alone()  # whether it fits here is nobody else's business
-    model.eval()  # averages of normalisation stay as they are
+    model = trainer.bare_model()  # without DDP: each process tries by itself
+    model.eval()  # leaves running averages as they are
     while size > 1:
-        trainer.micro = size
+        trainer.micro_batch = size
         try:
             with torch.random.fork_rng(devices=[trainer.accelerator.device]):
-                trainer.loss(next(trainer.micro_batches(1)), model)[0].backward()
+                trainer.loss(next(trainer.micro_batches(1)), model).backward()
             break
         except torch.OutOfMemoryError:
             size = -(-size // 2)
@@ -269,15 +346,15 @@ def fitting(trainer: Trainer) -> int:
             trainer.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
     if size < trainer.rows and trainer.accelerator.is_main_process:
-        why = f"{trainer.rows} do not fit the GPU; the step is the same but for dropout and batch normalisation"
-        print(f"secateur: {size} rows at a time: {why}", file=sys.stderr)
+        why = f"{trainer.rows} do not fit the GPU. The step is the same except for dropout and batch normalization"
+        print(f"secateur: {size} rows per forward pass: {why}", file=sys.stderr)
     return size
 
 
-PICTURES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}  # channels, pixels, classes
-PICTURE = (1, 28, 10)
-BYTES = 256  # tokens there are: a large vocabulary would take most of the time and show nothing
-SMALL = {
+IMAGE_SHAPES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}  # channels, pixels, classes
+MNIST_SHAPE = (1, 28, 10)
+DRY_VOCABULARY = 256  # small: a large one would take most of the time
+DRY_SETTINGS = {
     "steps": 2,
     "batch": 2,
     "every": 1,
@@ -291,38 +368,49 @@ SMALL = {
 
 
 def dry_run(experiment: Experiment, cpu: bool = False) -> str:
-    """Shapes, forward, backward, two steps with mask updates and an evaluation; a line that says it went well."""
+    """Two steps with mask updates and evaluations on random data; returns one line that says it worked."""
     context = min(32, experiment.context)
-    small = replace(experiment, **SMALL, context=context, compile=False, budget="normal")  # type: ignore[arg-type]
-    trainer = Trainer(small, Execution(cpu=cpu, most_layers=2), made_up(experiment, context))
-    losses = [float(trainer.step()) for _ in range(2)]
-    found = trainer.evaluate()
-    if not all(map(math.isfinite, (*losses, found["held_out_loss"]))):
-        raise SecateurError(f"The loss is not finite: {losses}, {found}.")
+    settings: dict[str, Any] = {**DRY_SETTINGS, "context": context, "compile": False, "budget": "normal"}
+    losses = _Losses()
+    execution = Execution(cpu=cpu, most_layers=2)
+    trainer = Trainer(replace(experiment, **settings), execution, random_data(experiment, context), [losses])
+    found = trainer.train()
+    if not all(map(math.isfinite, (*losses.found, found["held_out_loss"]))):
+        raise SecateurError(f"The loss is not finite: {losses.found}, {found}. Lower lr, or change the settings.")
     if trainer.pruner is not None:
         report = trainer.pruner.report()
         if not report.pruned:
-            raise SecateurError(f"Two updates of the masks pruned nothing of {report.prunable:,} weights.")
-        return f"ok: {experiment.model}, {experiment.score}, {report.pruned:,} of {report.prunable:,} gone"
+            raise SecateurError(
+                f"Two mask updates pruned none of {report.prunable:,} weights. Raise sparsity, or change the pattern."
+            )
+        return f"ok: {experiment.model}, {experiment.score}, {report.pruned:,} of {report.prunable:,} weights pruned"
     return f"ok: {experiment.model}, dense"
 
 
-def made_up(experiment: Experiment, context: int) -> Tokens | Images:
-    """Random data of the kind the experiment reads; none of it needs to be there."""
-    draw = torch.Generator().manual_seed(0)
+class _Losses(Callback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def after_step(self, trainer: Trainer, loss: Tensor, evaluation: dict[str, float] | None) -> None:
+        self.found.append(float(loss))
+
+
+def random_data(experiment: Experiment, context: int) -> Tokens | Images:
+    """Random data of the shape that the experiment reads, without reading any."""
+    generator = torch.Generator().manual_seed(0)
     source = experiment.data.partition(":")[0]
     if is_language_model(experiment.model):
-        tokens = torch.randint(0, BYTES, (8 * (context + 1),), generator=draw, dtype=torch.int32)
-        return Tokens(tokens, tokens, BYTES, "made up")
-    channels, size, classes = PICTURES.get(source, PICTURE)
-    inputs = torch.randint(0, 256, (4, channels, size, size), generator=draw, dtype=torch.uint8)
-    targets = torch.randint(0, classes, (4,), generator=draw)
-    middle = (0.5,) * channels
-    return Images(inputs, targets, inputs, targets, classes, middle, middle, "made up", False)
+        tokens = torch.randint(0, DRY_VOCABULARY, (8 * (context + 1),), generator=generator, dtype=torch.int32)
+        return Tokens(tokens, tokens, DRY_VOCABULARY, "random tokens")
+    channels, size, classes = IMAGE_SHAPES.get(source, MNIST_SHAPE)
+    inputs = torch.randint(0, 256, (4, channels, size, size), generator=generator, dtype=torch.uint8)
+    targets = torch.randint(0, classes, (4,), generator=generator)
+    half = (0.5,) * channels
+    return Images(inputs, targets, inputs, targets, classes, half, half, "random images", False)
 
 
 def main(folder: Path) -> int:
-    """Every recipe in the folder; the exit code."""
+    """Dry-run every recipe in a folder; returns the exit code."""
     recipes = sorted(folder.glob("*.toml"))
     for recipe in recipes:
         try:
