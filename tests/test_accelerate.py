@@ -46,6 +46,7 @@ def test_a_resumed_run_equals_an_unbroken_one(way: str, tmp_path: Path) -> None:
     assert not [name for name in os.listdir(tmp_path) if name.startswith("custom_checkpoint")]
 
 
+@pytest.mark.slow
 def test_two_processes_replicated_and_sharded(tmp_path: Path) -> None:
     """Their files hold whole masks, so one process can load them."""
     found = launch(tmp_path / "out.pt", 2, "ddp", "fsdp", worker="tests.accelerate_worker")

@@ -131,6 +131,7 @@ def test_mistakes_are_named() -> None:
     assert PrunerCallback().state_dict() == {}
 
 
+@pytest.mark.slow
 def test_two_processes_replicated_and_sharded(tmp_path: Path) -> None:
     found = launch(tmp_path / "out.pt", 2, "ddp", "fsdp", worker="tests.lightning_worker")
     for job in ("ddp", "fsdp"):

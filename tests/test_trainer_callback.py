@@ -15,7 +15,8 @@ from torch import Tensor
 
 import secateur as sc
 from secateur.errors import FactError, OptimizerError, PatternError, ScheduleError, ScoreError, StateError
-from secateur.integrations.pruner_files import PRUNER
+from secateur.integrations.pruner_files import PRUNER, gathered, read_pruner, write_pruner
+from secateur.integrations.pruning import ramp, spacing
 from secateur.selection.masks import pack
 from tests import tiny
 from tests.test_distributed import launch
@@ -165,7 +166,25 @@ def empty(file: Path) -> None:
     file.write_bytes(b"")
 
 
-DAMAGE = {truncate: "cannot be read .*damaged", replace: "not the state of a Pruner", empty: "cannot be read"}
+def exchange(file: Path) -> None:
+    other = torch.nn.Linear(8, 8)
+    write_pruner(file, gathered(sc.Pruner(other, torch.optim.AdamW(other.parameters()))))
+
+
+def reshape(file: Path) -> None:
+    """A mask of the right name and another shape."""
+    state = read_pruner(file)
+    name = next(key for key in state if key.startswith("mask."))
+    write_pruner(file, {**state, name: state[name].flatten()})
+
+
+DAMAGE = {
+    truncate: "cannot be read .*damaged",
+    replace: "not the state of a Pruner",
+    empty: "cannot be read",
+    exchange: "The saved Pruner has",
+    reshape: "Saved 'mask.*this model needs",
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
@@ -354,6 +373,31 @@ def test_a_ramp_longer_than_the_run(tmp_path: Path, caplog: pytest.LogCaptureFix
         trainer(tmp_path, PrunerCallback(begin=8, end=0.5)).train()
 
 
+POINTS = [
+    ((0.05, 0.6), (5, 60)),
+    ((0, 1.0), (0, 100)),
+    ((10, 20), (10, 20)),
+    ((0.0, 1), (0, 1)),
+    ((0.5, 200), (50, 200)),
+]
+
+
+@pytest.mark.parametrize(("given", "steps"), POINTS)
+def test_floats_are_fractions_and_ints_are_steps(given: tuple[float, float], steps: tuple[int, int]) -> None:
+    made: Any = ramp(0.8, 100, *given)
+    assert (made.begin, made.end) == steps
+    assert (made(steps[0]), made(steps[1])) == (0.0, 0.8)
+    assert 1 <= spacing(made, 100) <= max(1, (made.end - made.begin) // 50)
+
+
+def test_updates_are_spaced_over_the_ramp_or_the_run() -> None:
+    assert spacing(sc.cubic(0.8, begin=1000, end=6000), 10_000) == 100
+    assert spacing(lambda step: 0.5, 10_000) == spacing(sc.constant(0.5), 10_000) == 200
+    assert spacing(sc.constant(0.5), float("inf")) == 100
+    with pytest.raises(ScheduleError, match="must return a function of the step; it returned 0.5"):
+        ramp(0.5, 100, schedule=lambda sparsity, begin, end: sparsity)
+
+
 def test_the_pruner_is_there_once_training_has_begun() -> None:
     with pytest.raises(StateError, match="trainer.train"):
         PrunerCallback().report()
@@ -371,6 +415,7 @@ def test_zeros_of_a_sparse_model_are_held(tmp_path: Path) -> None:
     assert zeros(run.model, callback.pruner.masks) == 0.5
 
 
+@pytest.mark.slow
 def test_two_processes_replicated_and_sharded(tmp_path: Path) -> None:
     """DDP and FSDP2 on gloo: ranks agree, a resumed run equals an unbroken one, and the file holds whole masks."""
     found = launch(tmp_path / "out.pt", 2, "ddp", "fsdp", worker="tests.trainer_worker")
