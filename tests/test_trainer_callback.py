@@ -348,6 +348,8 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sparsity": 80}, ScheduleError, "For 80 percent write 0.8"),
     ({"begin": 1.5}, ScheduleError, r"begin must be a step .* or a fraction .* got 1.5"),
     ({"end": -1}, ScheduleError, "end must be a step"),
+    ({"until": 2.0}, ScheduleError, "until must be a step"),
+    ({"begin": None}, ScheduleError, "begin must be a step"),
     ({"begin": True}, ScheduleError, "begin must be a step"),
     ({"begin": "5%"}, ScheduleError, "begin must be a step .* got '5%'"),
     ({"schedule": "cubc"}, ScheduleError, "Did you mean 'cubic'"),
@@ -394,8 +396,20 @@ def test_updates_are_spaced_over_the_ramp_or_the_run() -> None:
     assert spacing(sc.cubic(0.8, begin=1000, end=6000), 10_000) == 100
     assert spacing(lambda step: 0.5, 10_000) == spacing(sc.constant(0.5), 10_000) == 200
     assert spacing(sc.constant(0.5), float("inf")) == 100
+    for shape in (sc.constant, sc.cubic(0.5, begin=0, end=9)):  # the second is a ready schedule
+        with pytest.raises(ScheduleError, match=r"cannot be called as schedule.*goes into sparsity"):
+            ramp(0.5, 100, schedule=shape)
     with pytest.raises(ScheduleError, match="must return a function of the step; it returned 0.5"):
         ramp(0.5, 100, schedule=lambda sparsity, begin, end: sparsity)
+
+
+def test_regrowth_ends_at_a_fraction_of_the_run(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"score": "magnitude", "regrow": "gradient", "drop": 0.2}
+    callback = PrunerCallback(sparsity=sc.constant(0.5), until=0.75, **settings)
+    trainer(tmp_path, callback, save_strategy="no").train()
+    assert callback.pruner.regrowth is not None
+    assert (callback.pruner.regrowth.until, callback.pruner.regrowth.drop) == (9, 0.2)
+    assert sum(update.grown for update in callback.report().updates) > 0
 
 
 def test_the_pruner_is_there_once_training_has_begun() -> None:

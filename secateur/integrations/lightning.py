@@ -52,12 +52,15 @@ class PrunerCallback(Callback):
         skip: Globs = (),
         only: Globs | None = None,
         regrow: str | None = None,
+        drop: float = 0.3,
+        until: float | None = None,
         masks: Any = None,
         resume: bool = True,
     ) -> None:
         self.pruning = Pruning(
             score=score, sparsity=sparsity, begin=begin, end=end, every=every, schedule=schedule, scope=scope,
-            pattern=pattern, allocation=allocation, skip=skip, only=only, regrow=regrow, masks=masks,
+            pattern=pattern, allocation=allocation, skip=skip, only=only, regrow=regrow, drop=drop, until=until,
+            masks=masks,
         )  # fmt: skip
         if not isinstance(resume, bool):
             raise StateError(

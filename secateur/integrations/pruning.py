@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from secateur.errors import ScheduleError, nearest
 from secateur.model.prunable import Globs
 from secateur.pruner import Pruner
-from secateur.schedules import Clock, Schedule, check_sparsity, cubic, late_cubic, linear
+from secateur.schedules import Clock, Schedule, check_sparsity, cubic, described, late_cubic, linear
 from secateur.scores import Score, resolve
 from secateur.selection import check_choice
 from secateur.selection.tiles import parse_pattern
@@ -30,8 +30,8 @@ UPDATES = 50  # mask updates over a ramp, unless `every` says otherwise
 
 @dataclass(frozen=True, kw_only=True)
 class Pruning:
-    """How to prune a training run whose length is not known yet. The fields are those of `Pruner`, but `begin` and
-    `end` are steps (int) or fractions of all steps (float), and `schedule` is the shape of the ramp between them."""
+    """How to prune a training run whose length is not known yet. The fields are those of `Pruner`, but `begin`, `end`
+    and `until` are steps (int) or fractions of all steps (float), and `schedule` is the shape of the ramp."""
 
     score: str | Callable[..., Tensor] | Score = "variance"
     sparsity: float | Schedule | None = 0.8
@@ -45,6 +45,8 @@ class Pruning:
     skip: Globs = ()
     only: Globs | None = None
     regrow: str | None = None
+    drop: float = 0.3
+    until: float | None = None
     masks: Any = None
 
     def __post_init__(self) -> None:
@@ -60,6 +62,8 @@ class Pruning:
         shape_named(self.schedule)
         _check_point("begin", self.begin)
         _check_point("end", self.end)
+        if self.until is not None:
+            _check_point("until", self.until)
         if self.every is not None:
             Clock(self.every, None)
 
@@ -88,7 +92,7 @@ class Pruning:
         return Pruner(
             model, optimizer, score=self.score, sparsity=sparsity, every=every or 1, scope=self.scope,
             pattern=self.pattern, allocation=self.allocation, skip=self.skip, only=self.only, regrow=self.regrow,
-            **given,
+            drop=self.drop, until=None if self.until is None else _step("until", self.until, steps), **given,
         )  # fmt: skip
 
 
@@ -111,7 +115,13 @@ def ramp(
             " must come before end. A float is a fraction of the run, an int is a step. Train for more steps, or move"
             " them apart."
         )
-    made = shape_named(schedule)(check_sparsity(sparsity), begin=first, end=last)
+    try:
+        made = shape_named(schedule)(check_sparsity(sparsity), begin=first, end=last)
+    except TypeError as error:
+        raise ScheduleError(
+            f"schedule={described(schedule)} cannot be called as schedule(sparsity, begin=..., end=...): {error}. A"
+            " ready schedule, such as secateur.constant(0.5), goes into sparsity=..."
+        ) from error
     if not callable(made):
         raise ScheduleError(f"schedule={schedule!r} must return a function of the step; it returned {made!r}.")
     return made

@@ -64,12 +64,15 @@ class PrunerCallback(TrainerCallback):
         skip: Globs = (),
         only: Globs | None = None,
         regrow: str | None = None,
+        drop: float = 0.3,
+        until: float | None = None,
         masks: Any = None,
         resume: str | os.PathLike[str] | bool | None = None,
     ) -> None:
         self.pruning = Pruning(
             score=score, sparsity=sparsity, begin=begin, end=end, every=every, schedule=schedule, scope=scope,
-            pattern=pattern, allocation=allocation, skip=skip, only=only, regrow=regrow, masks=masks,
+            pattern=pattern, allocation=allocation, skip=skip, only=only, regrow=regrow, drop=drop, until=until,
+            masks=masks,
         )  # fmt: skip
         if resume is True or not isinstance(resume, str | os.PathLike | bool | None):
             raise StateError(
