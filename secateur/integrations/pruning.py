@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from secateur.errors import ScheduleError, nearest
 from secateur.model.prunable import Globs
 from secateur.pruner import Pruner
-from secateur.schedules import Clock, Schedule, check_sparsity, cubic, described, late_cubic, linear
+from secateur.schedules import Clock, Schedule, check_sparsity, cubic, late_cubic, linear
 from secateur.scores import Score, resolve
 from secateur.selection import check_choice
 from secateur.selection.tiles import parse_pattern
@@ -119,7 +119,7 @@ def ramp(
         made = shape_named(schedule)(check_sparsity(sparsity), begin=first, end=last)
     except TypeError as error:
         raise ScheduleError(
-            f"schedule={described(schedule)} cannot be called as schedule(sparsity, begin=..., end=...): {error}. A"
+            f"schedule={getattr(schedule, '__name__', schedule)} cannot be called as schedule(sparsity, begin=..., end=...): {error}. A"
             " ready schedule, such as secateur.constant(0.5), goes into sparsity=..."
         ) from error
     if not callable(made):
