@@ -118,9 +118,10 @@ def ramp(
     try:
         made = shape_named(schedule)(check_sparsity(sparsity), begin=first, end=last)
     except TypeError as error:
+        name = getattr(schedule, "__name__", schedule)
         raise ScheduleError(
-            f"schedule={getattr(schedule, '__name__', schedule)} cannot be called as schedule(sparsity, begin=..., end=...): {error}. A"
-            " ready schedule, such as secateur.constant(0.5), goes into sparsity=..."
+            f"schedule={name} cannot be called as schedule(sparsity, begin=..., end=...): {error}. A ready schedule,"
+            " such as secateur.constant(0.5), goes into sparsity=..."
         ) from error
     if not callable(made):
         raise ScheduleError(f"schedule={schedule!r} must return a function of the step; it returned {made!r}.")
