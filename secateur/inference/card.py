@@ -15,6 +15,7 @@ from secateur.inference.packed import PackedLinear
 from secateur.report import Outcome, Report, markdown_table
 
 CARD = "README.md"
+LOADING = "## How to load it"
 TAGS = ("secateur", "pruning", "sparse")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 PACKED = """```python
@@ -102,10 +103,19 @@ def model_card(
         rows = [(measure, f"{value:.6g}") for measure, value in report.found]
         parts += ["## Evaluation", markdown_table(("measure", "value"), rows)]
     loading = MODULE if config is None else PACKED if packed else DENSE
-    kind = (getattr(config, "architectures", None) or [type(model).__name__])[0]
+    kind = type(model).__name__
     kind = "AutoModelForCausalLM" if kind.endswith(("ForCausalLM", "LMHeadModel")) else kind
-    parts += ["## How to load it", loading.format(kind=kind, place=name)]
+    parts += [LOADING, loading.format(kind=kind, place=name)]
     return "\n\n".join(parts) + "\n"
+
+
+def reloaded(text: str, name: str, packed: bool) -> str:
+    """A card whose last section says how to load the model in its new form; a card of another kind is unchanged."""
+    kept, heading, loading = text.partition(LOADING)
+    kind = re.search(r"= (\w+)\.from_pretrained", loading)
+    if not heading or not kind:
+        return text
+    return f"{kept}{heading}\n\n{(PACKED if packed else DENSE).format(kind=kind[1], place=name)}\n"
 
 
 def _front_matter(base_model: str | None, license: str | None, hf: bool) -> str:

@@ -172,34 +172,43 @@ def write_weights(folder: str | os.PathLike[str], weights: Mapping[str, Weight],
     Each weight is asked for twice, for its size and to be written; no more than one is held. The folder must exist;
     `secateur.files.appearing` gives one that others see only when it is complete.
     """
-    folder, layout, described = Path(folder), {}, {}
+    folder = Path(folder)
+    layout: dict[str, dict[str, _Part]] = {}
+    described: dict[str, dict[str, Any]] = {}
     for name in weights:
-        weight = weights[name]
-        tensors = weight.parts(name) if isinstance(weight, Packed) else {name: weight}
-        layout[name] = {part: _Part(one.dtype, list(one.shape), one.nbytes) for part, one in tensors.items()}
-        if unknown := [one.dtype for one in layout[name].values() if one.dtype not in CODES]:
-            raise ModelError(f"{name} is {unknown[0]}, which safetensors files cannot hold.")
-        if isinstance(weight, Packed):
-            described[name] = {"shape": list(weight.shape), "dtype": str(weight.dtype).removeprefix("torch.")}
-        del weight, tensors
+        layout[name], said = _sized(name, weights[name])
+        described |= said
     shards = _sharded(layout, shard)
     files = [SINGLE] if len(shards) == 1 else [_shard_name(number, len(shards)) for number in range(len(shards))]
-    starts = [_place(names, layout, described) for names in shards]
-    for file, names, start in zip(files, shards, starts, strict=True):
+    for file, names in zip(files, shards, strict=True):
+        start = _place(names, layout, described)
         with (folder / file).open("wb") as opened:
             for name in names:
-                weight = weights[name]
-                tensors = weight.parts(name) if isinstance(weight, Packed) else {name: weight}
-                for part, tensor in tensors.items():
-                    opened.seek(start + layout[name][part].start)
-                    layout[name][part].sha256 = _write(opened, part, tensor)
-                del weight, tensors
+                _write(opened, start, layout[name], name, weights[name])
     for file, names in zip(files, shards, strict=True):  # hashes of all shards are known now
         with (folder / file).open("r+b") as opened:
             opened.write(_header(names, layout, described))
     if len(files) > 1:
         _write_index(folder, files, shards, layout)
     return files
+
+
+def tensors_of(name: str, weight: Weight) -> dict[str, Tensor]:
+    """The tensors that a file holds for a weight."""
+    return weight.parts(name) if isinstance(weight, Packed) else {name: weight}
+
+
+def _sized(name: str, weight: Weight) -> tuple[dict[str, _Part], dict[str, dict[str, Any]]]:
+    """The parts of a weight, and what the metadata says about it."""
+    parts = {part: _Part(one.dtype, list(one.shape), one.nbytes) for part, one in tensors_of(name, weight).items()}
+    if unknown := [part.dtype for part in parts.values() if part.dtype not in CODES]:
+        raise ModelError(f"{name} is {unknown[0]}, which safetensors files cannot hold.")
+    return parts, {name: describe(weight)} if isinstance(weight, Packed) else {}
+
+
+def describe(weight: Packed) -> dict[str, Any]:
+    """What the metadata says about a packed weight."""
+    return {"shape": list(weight.shape), "dtype": str(weight.dtype).removeprefix("torch.")}
 
 
 def _sharded(layout: Mapping[str, Mapping[str, _Part]], shard: int) -> list[list[str]]:
@@ -246,12 +255,14 @@ def metadata(described: Mapping[str, Any], hashes: Mapping[str, str] | None) -> 
     return {KEY: text, DIGEST: hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _write(opened: Any, name: str, tensor: Tensor) -> str:
-    """Write a tensor's bytes where the file stands; returns their hash."""
-    tensor = tensor.detach().cpu().contiguous()
-    data = _bytes_of(tensor)
-    opened.write(data)
-    return _hash(name, tensor, data)
+def _write(opened: Any, start: int, parts: Mapping[str, _Part], name: str, weight: Weight) -> None:
+    """Write the bytes of a weight to their places, and note their hashes."""
+    for part, tensor in tensors_of(name, weight).items():
+        tensor = tensor.detach().cpu().contiguous()
+        data = _bytes_of(tensor)
+        opened.seek(start + parts[part].start)
+        opened.write(data)
+        parts[part].sha256 = _hash(part, tensor, data)
 
 
 def _bytes_of(tensor: Tensor) -> Any:

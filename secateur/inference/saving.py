@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from secateur.errors import DataError, ModelError, library
 from secateur.files import appearing, read_json, write
 from secateur.inference import convert as forms
-from secateur.inference.card import CARD, model_card
+from secateur.inference.card import CARD, model_card, reloaded
 from secateur.inference.format import (
     AGAIN,
     EXTRA,
@@ -76,8 +76,11 @@ def save(
     texts = {} if report is None else {"report.md": report.to_markdown() + "\n", "report.json": report.to_json() + "\n"}
     bare = getattr(model, "_orig_mod", model)
     if card:
-        text = card if isinstance(card, str) else model_card(Path(folder).name, bare, report=report, packed=packed)
-        texts[CARD] = text
+        smaller_packed = packed and _has_packable(bare)
+        made = (
+            "" if isinstance(card, str) else model_card(Path(folder).name, bare, report=report, packed=smaller_packed)
+        )
+        texts[CARD] = card if isinstance(card, str) else made
     return write_folder(
         model, folder, tokenizer=tokenizer, packed=packed, int8=values == "int8", masks=masks, texts=texts,
         overwrite=overwrite, compress=compress is not None,
@@ -120,6 +123,11 @@ def write_folder(
                 raise ModelError(f"A report cannot be saved as {name!r}: that is a path, or a file of the model's own.")
             (partial / name).write_text(text, encoding="utf-8")
     return folder
+
+
+def _has_packable(model: nn.Module) -> bool:
+    layers = linear_layers(model)
+    return bool(packed_layers(model)) or any(not reason and smaller(one.weight.detach()) for _, one, reason in layers)
 
 
 def is_pretrained(model: Any) -> bool:
@@ -172,6 +180,48 @@ def _write_module(model: nn.Module, folder: Path, packed: bool, int8: bool) -> N
         folder / MANIFEST,
         json.dumps({"version": VERSION, "module": type(model).__name__, "aliases": aliases}, indent=2),
     )
+
+
+def export(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    packed: bool = True,
+    int8: bool = False,
+    compress: bool = False,
+    overwrite: bool = False,
+) -> forms.Converted:
+    """Write a saved model in another form, tensor by tensor, without building it; everything else is copied."""
+    if compress:
+        library("zstandard", "Compressing", '"secateur[zstd]"')
+    folder = Path(folder).absolute()
+    with forms.expanded(source) as place:
+        known = (place / forms.CONFIG).is_file()
+        check_free(folder, overwrite, signs=("*.json", "*model*"))
+        only = _linear_weights(place) if known and packed else None
+        with appearing(folder) as partial:
+            done = forms.convert(place, partial, packed=packed, only=only, int8=int8, compress=compress)
+            for path in forms.other_files(place):
+                (shutil.copytree if path.is_dir() else shutil.copy2)(path, partial / path.name)
+            if known:
+                forms.mark_config(partial, bool(done.packed))
+            if (partial / CARD).is_file():
+                text = (partial / CARD).read_text(encoding="utf-8")
+                (partial / CARD).write_text(reloaded(text, folder.name, bool(done.packed)), encoding="utf-8")
+    return done
+
+
+def _linear_weights(folder: Path) -> set[str]:
+    """Names of the weights that packed layers can hold, from the model's config alone."""
+    transformers = library("transformers", f"Packing {folder}", EXTRA)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        kind = pretrained_class(config)
+        with torch.device("meta"):
+            model = kind(config) if issubclass(kind, nn.Module) else kind.from_config(config)
+    except Exception as error:  # damaged files raise almost any type
+        raise not_loaded(os.fspath(folder), error) from error
+    return {f"{name}.weight" for name, _, reason in linear_layers(model) if not reason}
 
 
 def load(

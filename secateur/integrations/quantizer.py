@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from secateur.errors import ModelError
 from secateur.inference import packed
 from secateur.inference.convert import METHOD
-from secateur.inference.format import SCALE, VERSION, Packed, WeightFiles, metadata
+from secateur.inference.format import SCALE, VERSION, Packed, WeightFiles, describe, metadata
 from secateur.inference.packed import PackedLinear, packed_layers, unpack
 
 
@@ -78,10 +78,7 @@ class SecateurQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
         """What `save_pretrained` adds to the files. It may rename tensors afterwards, so there are no hashes."""
-        described = {
-            f"{name}.weight": {"shape": list(layer.packed.shape), "dtype": str(layer.dtype).removeprefix("torch.")}
-            for name, layer in packed_layers(model)
-        }
+        described = {f"{name}.weight": describe(layer.packed) for name, layer in packed_layers(model)}
         return None, metadata(described, None)
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
