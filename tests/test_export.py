@@ -62,6 +62,7 @@ def test_there_and_back(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_inspecting_what_was_exported(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("zstandard")
     assert main(["inspect", str(dense)]) == 0
     expected = capsys.readouterr().out
     for options in ((), ("--compress", "zstd")):
