@@ -340,6 +340,15 @@ def test_states_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_no_module_or_has_no_values_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="A torch.nn.Module is needed, not a list"):
+        sc.save([1], tmp_path / "a")  # type: ignore[arg-type]
+    for model in (tiny.llama().to("meta"), Small().to("meta")):
+        with pytest.raises(ModelError, match="is on the meta device and has no values to save"):
+            sc.save(model, tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
 # Folders
 
 
@@ -557,3 +566,17 @@ def test_only_what_is_known_is_loaded(tmp_path: Path) -> None:
         sc.load(tmp_path / "a", into=Small())
     assert saving.is_pretrained(tiny.llama())
     assert not saving.is_pretrained(Small())
+
+
+def test_adapters_of_peft_are_saved_by_peft_or_whole(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(sparsify(tiny.llama()), peft.LoraConfig(target_modules=["q_proj"]))
+    sc.save(model, tmp_path / "adapter", packed=False)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert "library_name: peft" in (tmp_path / "adapter" / "README.md").read_text()
+    sc.save(model, tmp_path / "own", packed=False, card="# Mine\n")
+    assert (tmp_path / "own" / "README.md").read_text() == "# Mine\n"
+    sc.save(model, tmp_path / "whole")
+    fresh = peft.get_peft_model(tiny.llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    sc.load(tmp_path / "whole", into=fresh)
+    assert torch.equal(logits(fresh), logits(model.eval()))
