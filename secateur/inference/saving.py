@@ -77,12 +77,11 @@ def save(
         masks = report.masks if isinstance(report, Outcome) else None
     texts = {} if report is None else {"report.md": report.to_markdown() + "\n", "report.json": report.to_json() + "\n"}
     bare = getattr(model, "_orig_mod", model)
-    if isinstance(card, str) or (card and not _saves_itself(bare, packed)):
-        smaller_packed = packed and _has_packable(bare)
-        made = (
-            "" if isinstance(card, str) else model_card(Path(folder).name, bare, report=report, packed=smaller_packed)
-        )
-        texts[CARD] = card if isinstance(card, str) else made
+    if isinstance(card, str):
+        texts[CARD] = card
+    elif card and not _saves_itself(bare, packed):
+        will_be = packed and _has_packable(bare)
+        texts[CARD] = model_card(Path(folder).name, bare, report=report, packed=will_be)
     return write_folder(
         model, folder, tokenizer=tokenizer, packed=packed, int8=values == "int8", masks=masks, texts=texts,
         overwrite=overwrite, compress=compress is not None,
