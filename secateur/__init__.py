@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -111,13 +112,13 @@ sys.modules[__name__].__class__ = _Package
 class _AfterImport:
     """Runs a function once, right after another library's module was imported, without importing it itself."""
 
-    def __init__(self, module: str, run: Callable[[], object]) -> None:
-        self.module, self.run = module, run
+    def __init__(self, module: str, run: Callable[[], None]) -> None:
+        self.module, self.run, self.done = module, run, False
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != self.module:
+        if name != self.module or self.done:
             return None
-        sys.meta_path.remove(self)  # once, and the other finders find it below
+        self.done = True  # once, and the other finders find it below
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute, run = spec.loader.exec_module, self.run
@@ -131,8 +132,11 @@ class _AfterImport:
 
 
 def _register_with_transformers(module: str = "transformers.quantizers.auto") -> None:
-    def register() -> object:
-        return importlib.import_module(f"{__name__}.integrations.quantizer")
+    def register() -> None:
+        try:
+            importlib.import_module(f"{__name__}.integrations.quantizer")
+        except Exception as error:  # such as another version of transformers, whose import must not fail because of us
+            logging.getLogger(__name__).warning("This transformers cannot load packed models: %r", error)
 
     if module in sys.modules:
         register()

@@ -193,6 +193,17 @@ def test_any_order_of_imports_will_do(tmp_path: Path, imports: str) -> None:
     assert torch.equal(torch.load(tmp_path / "logits"), logits(model))
 
 
+def test_a_transformers_that_cannot_register_is_not_broken(tmp_path: Path) -> None:
+    (tmp_path / "transformers" / "quantizers").mkdir(parents=True)
+    for name in ("__init__.py", "quantizers/__init__.py", "quantizers/auto.py"):
+        (tmp_path / "transformers" / name).write_text("")
+    code = "import secateur, transformers.quantizers.auto as auto; print(auto.__file__)"
+    done = run(code, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "transformers" / "quantizers" / "auto.py")
+    assert "This transformers cannot load packed models: ImportError" in done.stderr
+
+
 WITHOUT = """
 import json, sys
 from transformers import AutoModel, AutoModelForCausalLM, pipeline
