@@ -35,7 +35,7 @@ from secateur.inference.format import (
 
 CONFIG = "config.json"
 ZSTD = ".zst"
-LEVEL = 10  # of zstd: most of what it can gain here, at some 50 MB/s
+LEVEL = 3  # of zstd: level 10 gains another 4 points and takes ten times as long (docs/sharing.md)
 METHOD = "secateur"  # the name that transformers knows packed models by
 # transformers raises an error with this text unless Secateur is imported, instead of loading random weights.
 GUARD = (
