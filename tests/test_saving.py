@@ -579,15 +579,20 @@ def test_only_what_is_known_is_loaded(tmp_path: Path) -> None:
     assert not saving.is_pretrained(Small())
 
 
-def test_adapters_of_peft_are_saved_by_peft_or_whole(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(sparsify(tiny.llama()), peft.LoraConfig(target_modules=["q_proj"]))
-    sc.save(model, tmp_path / "adapter", packed=False)
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
-    assert "library_name: peft" in (tmp_path / "adapter" / "README.md").read_text()
-    sc.save(model, tmp_path / "own", packed=False, card="# Mine\n")
-    assert (tmp_path / "own" / "README.md").read_text() == "# Mine\n"
-    sc.save(model, tmp_path / "whole")
-    fresh = peft.get_peft_model(tiny.llama(), peft.LoraConfig(target_modules=["q_proj"]))
-    sc.load(tmp_path / "whole", into=fresh)
-    assert torch.equal(logits(fresh), logits(model.eval()))
+def test_other_libraries_save_their_models_themselves_unless_packed(tmp_path: Path) -> None:
+    """As PEFT does with adapters, and any class with the hub's mixin."""
+    hub = pytest.importorskip("huggingface_hub")
+
+    class Mixed(nn.Module, hub.PyTorchModelHubMixin, library_name="mixed"):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 16)
+
+    model = sparsify(Mixed())
+    sc.save(model, tmp_path / "own", packed=False)
+    assert torch.equal(Mixed.from_pretrained(tmp_path / "own").up.weight, model.up.weight)
+    assert "library_name: mixed" in (tmp_path / "own" / "README.md").read_text()
+    sc.save(model, tmp_path / "card", packed=False, card="# Mine\n")
+    assert (tmp_path / "card" / "README.md").read_text() == "# Mine\n"
+    sc.save(model, tmp_path / "packed")
+    assert torch.equal(sc.load(tmp_path / "packed", into=Mixed()).up.weight, model.up.weight)
