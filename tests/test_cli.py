@@ -74,6 +74,9 @@ def test_a_model_goes_in_and_a_folder_comes_out(
     record = json.loads((out / "report.json").read_text())
     assert record["found"][0][0].startswith("perplexity before")
     assert (out / "report.md").read_text().startswith("# ")
+    card = (out / "README.md").read_text()
+    assert f"| {record['found'][0][0]} |" in card
+    assert f"```bash\nsecateur {words[0]} " in card
     page = (out / "report.html").read_text()
     assert page.count(' title="') == len(record["tensors"])  # a cell of the heat map for each
     model, tokenizer = hf.load(out)

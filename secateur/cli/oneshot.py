@@ -81,6 +81,7 @@ def run_job(options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcom
 def _run_in(folder: Path, options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcome]) -> int:
     import torch
 
+    from secateur.inference.card import CARD, model_card
     from secateur.integrations.evaluation import check_context, task_for
     from secateur.integrations.folder import load, saved_bytes
     from secateur.oneshot.batches import check_ids
@@ -108,10 +109,11 @@ def _run_in(folder: Path, options: argparse.Namespace, work: Callable[[Any, list
     outcome = replace(outcome, found=(*before, *after, *outcome.found), stages=stages_done, notes=notes)
     title = f"{options.model} pruned to {outcome.sparsity:.1%}"
     texts = {"report.md": f"# {title}\n\n{found}\n\n{outcome.to_markdown()}\n", "report.json": outcome.to_json() + "\n"}
-    texts |= {"report.html": render(title, outcome)}
+    card = model_card(folder.name, model, report=outcome, command=options.invocation)
+    texts |= {"report.html": render(title, outcome), CARD: card}
     print(outcome)  # before it is saved: should that fail, the figures are not lost
     _save(model, tokenizer, folder, outcome, texts, options.overwrite)
-    print(f"\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html")
+    print(f"\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html, README.md")
     for warning in found.warnings:
         print(f"secateur: warning: {warning}", file=sys.stderr)
     print(found)
