@@ -159,9 +159,10 @@ class Verdict:
     after: float
     sparsity: float
     vocabulary: int | None  # number of tokens; None where unknown
+    base: str = "dense"  # what `before` is the figure of
 
     def __str__(self) -> str:
-        arrow = f"dense {_short(self.before)} -> {_short(self.after)} at {100 * self.sparsity:.3g} %"
+        arrow = f"{self.base} {_short(self.before)} -> {_short(self.after)} at {100 * self.sparsity:.3g} %"
         change = 100 * (self.after / self.before - 1) if self.before else math.nan
         digits = ".1f" if abs(change) < 9.95 else ",.0f"
         more = f": {change:+{digits}} %" if math.isfinite(change) else ""
