@@ -11,21 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from secateur import kernels
-from secateur.errors import StateError
+from secateur.errors import PatternError, StateError
 from secateur.model.distributed import check_replicas, check_tile, is_sharded, like, local, peers_of, unwrap
 from secateur.model.facts import Facts
 from secateur.model.held import Held, SavedState, check_count, masks_in, read_saved, restore_facts, rounding, state_of
-from secateur.model.hooks import Listener, optimizers_in
+from secateur.model.hooks import Handles, Listener, optimizers_in
 from secateur.model.prunable import Globs, LeftOut, check_readable, find_prunable, nothing_to_prune, unfit_for
+from secateur.model.transfer import ZEROS, Given, WholeState, apply_masks, given_masks, with_given
 from secateur.optim import MaskedOptimizer
 from secateur.regrowth import check_gradients, exchange, regrowth_for
 from secateur.report import Report, TensorRow, Update
-from secateur.schedules import Clock, Schedule, as_schedule, check_rising, check_sparsity, described
+from secateur.schedules import Clock, Hold, Schedule, as_schedule, check_rising, check_sparsity, described
 from secateur.scores import Score, resolve
 from secateur.selection import Selection, Target, as_scope, check_choice, choose, quota_for
 from secateur.selection.exact import ScoredTensor
-from secateur.selection.masks import checksum, packed_bytes
-from secateur.selection.tiles import parse_pattern, tile_of
+from secateur.selection.masks import checksum, packed_bytes, to_bits
+from secateur.selection.tiles import Pattern, parse_pattern, tile_of
 
 logger = logging.getLogger("secateur")
 
@@ -47,6 +48,11 @@ class Pruner:
     update up to step `until` (by default where the schedule ends) a share of the kept weights is exchanged for as many
     pruned ones. That share begins at `drop` and falls to zero along half a cosine. With "gradient", call `step()`
     before clearing gradients.
+
+    `masks` says which weights are pruned from the start and stay so (docs/keep-zeros.md): "zeros" those that are
+    exactly zero, or bool masks by parameter name (True is kept) in a mapping, in a folder that Secateur saved, or in
+    the report of `sc.prune`. With `sparsity=None` these zeros are held and nothing else is pruned, with any optimizer;
+    otherwise pruning goes on from there, and they count towards the sparsity.
     """
 
     def __init__(
@@ -65,16 +71,18 @@ class Pruner:
         regrow: str | None = None,
         drop: float = 0.3,
         until: int | None = None,
+        masks: Given | None = None,
     ) -> None:
         self.score = resolve(score)
         self.every, self.scope, self._pattern = every, as_scope(scope), parse_pattern(pattern)
-        if allocation is None and self._pattern is None and self.scope == "model":
+        self._holds = masks is not None and sparsity is None  # the zeros given, and no others
+        if self._holds:
+            self.score = resolve("magnitude")  # it reads no optimizer state, and no update will ask it
+        elif allocation is None and self._pattern is None and self.scope == "model":
             allocation = self.score.allocation
         self.allocation = allocation
-        final = getattr(sparsity, "target", None if self._pattern else 0.0) if callable(sparsity) else sparsity
-        final = check_choice(final, self.scope, self._pattern, allocation)
-        self.schedule = as_schedule(final if sparsity is None else sparsity)
-        self.regrowth = regrowth_for(regrow, drop, until, self.schedule, self._pattern)
+        self.schedule = schedule_for(sparsity, self.scope, self._pattern, allocation, self._holds)
+        self.regrowth = regrowth_for(regrow, drop, until, self.schedule, self._pattern, masks is not None)
         self.updates: list[Update] = []
         self._model, self._optimizers = model, optimizers_in(optimizer)
         self._masked = [one if isinstance(one, MaskedOptimizer) else None for one in self._optimizers]
@@ -82,12 +90,15 @@ class Pruner:
         self._reads_moments = any(need.startswith("exp_avg") for need in self.score.needs)
         self._asked = 0.0  # the sparsity the masks were last brought to
         self._scheduled = 0.0  # what the schedule last returned
-        self._carried = self._unsettled = False  # masks loaded from other settings; and not updated since
-        self._checked = False
+        self._carried = self._unsettled = False  # masks given or from other settings; and not updated since
+        self._given: list[Tensor] | None = None  # masks given by name, as bits
+        self._checked = self._told = False
         self._survey(skip, only)
         self._listener = Listener(self._optimizers, self._clock, self._facts, self._held)
         for masked in filter(None, self._masked):
             self._prepare(masked)
+        if masks is not None:
+            self._take_given(masks)
 
     def _prepare(self, optimizer: MaskedOptimizer) -> None:
         """Announce regrowth to an optimizer that applies masks itself, and warn if it will delay the last update."""
@@ -127,6 +138,25 @@ class Pruner:
         self._churn = [0] * len(self._prunables)
         self._cuts: list[float | None] = [None] * len(self._prunables)
 
+    @torch.no_grad()
+    def _take_given(self, given: Given) -> None:
+        """Start with these masks, so that what they remove is zero from now on."""
+        masks = given_masks(given, self._prunables, self._left_out, self._held, self._over_all)
+        kept = kernels.population(masks)
+        gone = self._over_all([shape.numel() - count for shape, count in zip(self._held.shapes, kept, strict=True)])
+        if sum(gone) == self._numel:
+            raise StateError("The masks remove every prunable weight, so nothing would train. True must mean kept.")
+        if given != ZEROS:
+            self._given = [mask if self._held.packed else to_bits(mask) for mask in masks]
+        self._hold(masks, kept)
+        self._gone, self._carried = gone, True
+        if self.scope == "model" and self._pattern is None:  # elsewhere each tensor, row or tile counts its own zeros
+            self._asked = self.sparsity
+        self._check_replicas()
+        self.apply()
+        logger.info("Holding %d of %d weights at zero (sparsity %.4f); schedule: %s.",
+                    sum(gone), self._numel, self.sparsity, described(self.schedule))  # fmt: skip
+
     def attach(self) -> Any:
         """Call `step()` after every optimizer step by itself. Returns a handle with `remove()`."""
         return Handles([one.register_step_post_hook(lambda *_: self.step()) for one in self._optimizers])
@@ -138,9 +168,7 @@ class Pruner:
         once each has stepped; until then the masks are applied and nothing is counted.
         """
         if not self._checked and self._clock.taken != self._clock.seen:
-            self._facts.check()  # so that a score that cannot work here fails at the first step, not the first update
-            check_gradients(self.regrowth, self._prunables, self._peers, zeros_count=True)
-            self._checked = True
+            self._check_start()
         behind = self._clock.behind()
         if not behind:
             self._listener.check_idle()
@@ -155,12 +183,27 @@ class Pruner:
         if changed or not self._is_held():
             self.apply()
 
+    def _check_start(self) -> None:
+        """Raise at the first step, not at the first update, if something cannot work here."""
+        self._facts.check()
+        check_gradients(self.regrowth, self._prunables, self._peers, zeros_count=True)
+        if self._holds and not any(self._gone):
+            raise StateError(
+                "There is nothing to hold: no prunable weight was zero when this Pruner was made with masks=... and"
+                " sparsity=None. Load the sparse weights first, pass their masks, or pass sparsity=... to prune."
+            )
+        self._checked = True
+
     @torch.no_grad()
     def _update(self, step: int) -> bool:
         """Bring the masks to the sparsity the schedule asks for. Returns False if there was nothing to do."""
         scheduled = check_sparsity(self.schedule(step))
         check_rising(scheduled, self._scheduled, step)
         asked, self._scheduled = max(scheduled, self._asked), scheduled
+        if scheduled < self.sparsity and self._carried and not (self._holds or self._told):
+            logger.info("Step %d: the schedule asks for sparsity %.4f and the masks held have %.4f, which stays.",
+                        step, scheduled, self.sparsity)  # fmt: skip
+            self._told = True
         share = self.regrowth.share(step) if self.regrowth is not None and asked > 0 else 0.0
         if asked == self._asked and share == 0 and not self._unsettled:
             return False
@@ -175,7 +218,7 @@ class Pruner:
         self._churn = [now - then + 2 * back for now, then, back in moved]  # each that came back replaced one more
         self._cuts = [None if cut is None else cut.value for cut in chosen.cuts]
         self._asked, self._unsettled = asked, False
-        check_replicas(self._model, lambda: checksum([self._held.bools(n) for n in range(len(self._prunables))]))
+        self._check_replicas()
         seconds, sent = time.perf_counter() - began, self._peers.bytes_sent - sent
         update = Update(step, asked, sum(self._gone), sum(self._churn), seconds, sent, sum(grown))
         self.updates.append(update)
@@ -202,6 +245,9 @@ class Pruner:
         for optimizer, held in self._by_optimizer():
             if optimizer is not None:
                 optimizer.set_masks(held, others=True, regrows=self.regrowth is not None)
+
+    def _check_replicas(self) -> None:
+        check_replicas(self._model, lambda: checksum([self._held.bools(n) for n in range(len(self._prunables))]))
 
     def _is_held(self) -> bool:
         """Whether every optimizer applies these masks in its own step."""
@@ -245,6 +291,11 @@ class Pruner:
                 state.zero(kept)
         kernels.zero(tensors, masks)
 
+    def apply_to(self, module: nn.Module) -> None:
+        """Zero the pruned weights in a copy of the model too: an EMA or SWA copy (also in `AveragedModel`), a deepcopy,
+        compiled or in DistributedDataParallel. Call it on all ranks, before the copy is evaluated or saved."""
+        apply_masks(module, self.masks)
+
     @property
     def masks(self) -> dict[str, Tensor]:
         """Bool masks by parameter name, True is kept; sharded as the parameters are. Where kernels run they are copies,
@@ -279,7 +330,7 @@ class Pruner:
             for s, gone, churn, cut in zip(self._prunables, self._gone, self._churn, self._cuts, strict=True)
         ]
         return Report(
-            score=str(self.score),
+            score="none" if self._holds else str(self.score),
             schedule=str(self.schedule),
             scope=self.scope,
             pattern=self._pattern.text if self._pattern else None,
@@ -301,8 +352,13 @@ class Pruner:
         Masks are packed to bits. For sharded parameters the entries are DTensors with the same placements.
         """
         progress = {"taken": self._clock.taken, "gone": sum(self._gone), "carried": self._carried}
-        settings = {**self._settings(), **progress}
+        settings = {**self._settings(), **progress, "scheduled": self._scheduled}
         return state_of(settings, self._clock.saved(), self._asked, self._prunables, self._held, self._facts)
+
+    def for_checkpointing(self) -> WholeState:
+        """An object with `state_dict()` and `load_state_dict()` in whole tensors on the CPU, the same on every rank:
+        for `accelerator.register_for_checkpointing`, Lightning, or a plain torch.save on one rank."""
+        return WholeState(self)
 
     def _settings(self) -> dict[str, Any]:
         """The settings that saved states are compared by, the same text in every process."""
@@ -323,10 +379,15 @@ class Pruner:
         A state with another score, scope, pattern, allocation, schedule or regrowth is refused. With `strict=False` its
         masks and steps are loaded, this Pruner's settings apply from the next update on, and facts kept for another
         score are ignored. `every` may always differ. States saved without settings are not compared.
+
+        Masks given to this Pruner by name stay: a state that keeps a weight which they remove is refused, and with
+        `strict=False` both are held. Zeros found by masks="zeros" are replaced by the saved masks.
         """
         saved = read_saved(state, self.state_dict(), self._settings(), self._peers, strict)
         masks = masks_in(state, self._prunables, self._held)
         self._check_count(masks, saved)
+        if self._given is not None:
+            masks = with_given(masks, self._given, self._over_all, strict)
         if saved.changed:
             logger.warning("Loaded masks of a Pruner with another %s; they change from the next update on.",
                            ", ".join(saved.changed))  # fmt: skip
@@ -334,8 +395,9 @@ class Pruner:
         self._hold(masks)
         self._clock.restore(saved.steps)
         self._asked = saved.asked
-        self._scheduled = 0.0 if saved.settings is None or saved.changed else saved.asked
-        self._carried, self._unsettled = saved.carried, saved.spread_changed
+        self._scheduled = saved.scheduled
+        self._carried = saved.carried or self._given is not None
+        self._unsettled = saved.spread_changed and not self._holds
         self._gone = self._over_all(self._held.dead)
         self._churn, self._cuts, self.updates = [0] * len(self._prunables), [None] * len(self._prunables), []
         self._facts.stepped = self._clock.taken > 0
@@ -351,13 +413,19 @@ class Pruner:
         check_count(sum(gone), self._numel, saved.asked, off, saved.noted)
 
 
-class Handles:
-    """What `attach()` returns: hooks on one optimizer or several, removed together."""
-
-    def __init__(self, hooks: Sequence[Any]) -> None:
-        self._hooks = hooks
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+def schedule_for(
+    sparsity: float | Schedule | None, scope: str, pattern: Pattern | None, allocation: str | None, holds: bool
+) -> Schedule:
+    """The schedule these settings mean, or an error where they contradict each other."""
+    if holds:
+        settings = {"scope": None if scope == "model" else scope, "pattern": pattern, "allocation": allocation}
+        unused = [name for name, value in settings.items() if value is not None]
+        if unused:
+            raise PatternError(
+                f"masks=... with sparsity=None holds zeros and prunes nothing else, but {' and '.join(unused)} says how"
+                " to prune on. Leave it out, or pass sparsity=..., a number or schedule."
+            )
+        return Hold()
+    final = getattr(sparsity, "target", None if pattern else 0.0) if callable(sparsity) else sparsity
+    final = check_choice(final, scope, pattern, allocation)
+    return as_schedule(final if sparsity is None else sparsity)

@@ -51,9 +51,10 @@ class Regrowth:
 
 
 def regrowth_for(
-    kind: str | None, drop: float, until: int | None, schedule: Schedule, pattern: Pattern | None
+    kind: str | None, drop: float, until: int | None, schedule: Schedule, pattern: Pattern | None, given: bool = False
 ) -> Regrowth | None:
-    """The regrowth these settings mean, or an error where they contradict each other."""
+    """The regrowth these settings mean, or an error where they contradict each other. `given`: masks were given, whose
+    zeros must stay."""
     if kind is None:
         if until is not None:
             raise RegrowthError(
@@ -62,6 +63,11 @@ def regrowth_for(
         return None
     if kind not in KINDS:
         raise RegrowthError(f"No regrowth {kind!r}. Use one of {', '.join(map(repr, KINDS))}, or None.")
+    if given:
+        raise RegrowthError(
+            f"masks=... keeps the given weights at zero, and regrow={kind!r} brings pruned weights back. Leave one of"
+            " them out; to start regrowth from saved masks, load them: load_state_dict(state, strict=False)."
+        )
     if pattern is not None:
         raise RegrowthError(
             f"With regrow={kind!r} weights come back one by one, which would break the pattern {pattern.text!r}. Pass"

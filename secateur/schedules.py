@@ -53,6 +53,17 @@ class Constant:
         return f"constant({self.target})"
 
 
+@dataclass(frozen=True)
+class Hold:
+    """Asks for nothing, so that the masks a Pruner was given stay as they are."""
+
+    def __call__(self, step: int) -> float:
+        return 0.0
+
+    def __repr__(self) -> str:
+        return "hold"
+
+
 def check_sparsity(value: float) -> float:
     """The value as a float in [0, 1), or an error."""
     item = getattr(value, "item", None)

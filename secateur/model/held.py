@@ -57,6 +57,11 @@ class Held:
         """A mask as bools in its weight's shape: the stored one, or a copy made from bits."""
         return as_bool(self.masks[number], self.shapes[number])
 
+    def stored(self, mask: Tensor) -> Tensor:
+        """A bool mask flat and in the form of those held: bits or bools."""
+        flat = mask.reshape(-1)
+        return to_bits(flat) if self.packed else flat
+
     def take(self, masks: Sequence[Tensor], kept: Sequence[int] | None = None) -> None:
         """Store these flat masks. Bools are copied into the old ones, so references to them stay valid."""
         if self.packed:
@@ -139,6 +144,14 @@ class SavedState:
         return self.spread_changed or bool(self.settings and self.settings.get("carried"))
 
     @property
+    def scheduled(self) -> float:
+        """What the schedule had asked for; it may be less than the masks have if these were given."""
+        if self.settings is None or self.changed:
+            return 0.0
+        found = self.settings.get("scheduled", self.asked)
+        return float(found) if isinstance(found, int | float) else self.asked
+
+    @property
     def noted(self) -> Any:
         """The saved number of pruned weights; None if it was not saved at the same step as the masks."""
         same_step = self.settings is not None and self.settings.get("taken") == self.steps[0]
@@ -156,7 +169,7 @@ def read_saved(
         check_settings(settings, mine)
     check_saved(expected, state, strict)
     check_rows(state, peers)
-    steps, asked = check_progress(state)
+    steps, asked = check_progress(state, bool(settings and settings.get("carried")))
     return SavedState(steps, asked, settings, differing(settings, mine))
 
 
@@ -183,8 +196,7 @@ def masks_in(state: Mapping[str, Tensor], prunables: Sequence[Prunable], held: H
     """The local shards of the saved masks, flat, as bits or bools like the masks held."""
     masks = []
     for prunable, shape, device in zip(prunables, held.shapes, held.devices, strict=True):
-        mask = unpack(part_of(state[f"mask.{prunable.name}"], prunable.parameter).to(device), shape).view(-1)
-        masks.append(to_bits(mask) if held.packed else mask)
+        masks.append(held.stored(unpack(part_of(state[f"mask.{prunable.name}"], prunable.parameter).to(device), shape)))
     return masks
 
 
@@ -240,8 +252,9 @@ def check_settings(saved: Mapping[str, Any] | None, mine: Mapping[str, Any]) -> 
         )
 
 
-def check_progress(state: Mapping[str, Tensor]) -> tuple[list[int], float]:
-    """The saved steps and asked sparsity, or an error if these are impossible."""
+def check_progress(state: Mapping[str, Tensor], carried: bool) -> tuple[list[int], float]:
+    """The saved steps and asked sparsity, or an error if these are impossible. Masks that were `carried` over may have
+    pruned before the first step."""
     steps, asked = local(state["steps"]).tolist(), float(local(state["asked"]))
     taken, seen, settled = steps
     if not 0 <= settled <= seen <= taken:
@@ -249,7 +262,7 @@ def check_progress(state: Mapping[str, Tensor]) -> tuple[list[int], float]:
             f"The saved steps are {steps} (taken, acted on, last with current masks), which must not rise nor be"
             " negative: the state is damaged."
         )
-    if not 0 <= asked < 1 or (asked > 0 and taken == 0):
+    if not 0 <= asked < 1 or (asked > 0 and taken == 0 and not carried):
         raise StateError(
             f"The saved sparsity is {asked} after {taken} steps. It must be in [0, 1), and 0 before the first step: the"
             " state is damaged."

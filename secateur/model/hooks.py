@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,18 @@ def _not_an_optimizer(given: Any) -> str | None:
     if given is None:
         return "None. Pass the optimizer whose step() your loop calls; sc.prune works without one, after training."
     return None
+
+
+class Handles:
+    """What `attach()` returns: hooks on one optimizer or several, removed together."""
+
+    def __init__(self, hooks: Sequence[Any]) -> None:
+        self._hooks = hooks
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 class Listener:
@@ -233,8 +245,9 @@ class Listener:
             self._warn(
                 "zeros",
                 f"{zeros / total:.0%} of the prunable weights are exactly zero, but this Pruner's masks keep all of"
-                " them: the zeros will grow back in this step. To resume a pruned run, load the saved Pruner too:"
-                " pruner.load_state_dict(...), before the first optimizer.step().",
+                ' them: the zeros will grow back in this step. To hold them, build the Pruner with masks="zeros". To'
+                " resume a pruned run, load the saved Pruner too, before the first optimizer.step():"
+                " pruner.load_state_dict(...).",
             )
 
     def _warn(self, about: str, message: str) -> None:

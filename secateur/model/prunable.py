@@ -123,6 +123,11 @@ def plain_name(name: str) -> str:
     return name
 
 
+def parameters_in(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter of the model by each of its plain names."""
+    return {plain_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
 def _path(module_name: str) -> str:
     """The prefix of the names of a module's parameters."""
     return plain_name(module_name + ".") if module_name else ""

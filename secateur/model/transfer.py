@@ -1,0 +1,190 @@
+"""Masks from outside and for outside: given to a Pruner, applied to copies of its model, saved as whole tensors."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from secateur import kernels
+from secateur.errors import StateError, nearest
+from secateur.model.distributed import local, part_of, unwrap, whole
+from secateur.model.held import Held
+from secateur.model.mask_files import load_masks
+from secateur.model.prunable import LeftOut, Prunable, parameters_in, plain_name
+from secateur.selection.masks import as_bool
+
+logger = logging.getLogger("secateur")
+
+ZEROS = "zeros"
+
+
+class HasMasks(Protocol):
+    """Anything with masks by parameter name: the report of `sc.prune`, another Pruner."""
+
+    @property
+    def masks(self) -> Mapping[str, Tensor]: ...
+
+
+Given = str | os.PathLike[str] | Mapping[str, Tensor] | HasMasks
+
+
+def given_masks(
+    given: Given,
+    prunables: Sequence[Prunable],
+    left_out: Sequence[LeftOut],
+    held: Held,
+    over_all: Callable[[Sequence[int]], list[int]],
+) -> list[Tensor]:
+    """The masks a Pruner is given, for the weights of this process, flat and stored like those it holds.
+
+    `over_all` sums a count for each tensor over all processes.
+    """
+    if isinstance(given, str) and given == ZEROS:
+        return _masks_of_zeros(prunables, held, over_all)
+    named = _by_prunable(_masks_in(given), prunables, left_out)
+    found = []
+    for number, prunable in enumerate(prunables):
+        if (mask := named.get(prunable.name)) is None:
+            found.append(held.masks[number].view(-1))  # all kept
+        else:
+            found.append(held.stored(part_of(mask, prunable.parameter).to(held.devices[number])))
+    return found
+
+
+@torch.no_grad()
+def _masks_of_zeros(
+    prunables: Sequence[Prunable], held: Held, over_all: Callable[[Sequence[int]], list[int]]
+) -> list[Tensor]:
+    """Masks that remove the weights that are exactly zero. A tensor that is entirely zero was initialized so (LoRA's B,
+    the last layer of a residual branch) and is kept whole: nothing in it would ever train."""
+    weights = [local(prunable.parameter.detach()) for prunable in prunables]
+    living = over_all([int(weight.count_nonzero()) for weight in weights])
+    blank = [prunable.name for prunable, count in zip(prunables, living, strict=True) if count == 0]
+    if blank:
+        logger.info("%d tensors are entirely zero, so they count as initialized to zero, not as pruned: %s.",
+                    len(blank), ", ".join(map(repr, blank[:3])))  # fmt: skip
+    found = []
+    for number, (weight, count) in enumerate(zip(weights, living, strict=True)):  # one by one: bools take much memory
+        found.append(held.stored(weight != 0) if count else held.masks[number].view(-1))
+    return found
+
+
+def _masks_in(given: Any) -> Mapping[str, Tensor]:
+    """The bool masks by name in a mapping, in a folder, or in the `masks` of a report or Pruner."""
+    if isinstance(given, str | os.PathLike):
+        if isinstance(given, str) and not Path(given).is_dir():
+            raise StateError(
+                f"masks={given!r} is neither 'zeros' nor a folder with saved masks.{nearest(given, [ZEROS])}"
+            )
+        return load_masks(given)
+    found = given if isinstance(given, Mapping) else getattr(given, "masks", None)
+    if not isinstance(found, Mapping):
+        raise StateError(
+            "masks must be 'zeros', a mapping from parameter names to bool tensors, a folder with saved masks, or the"
+            f" report of sc.prune; got a {type(given).__name__}. (A Pruner's report has no masks: pass pruner.masks.)"
+        )
+    if not found:
+        raise StateError("masks is an empty mapping, so there is nothing to hold. Pass masks=None.")
+    return found
+
+
+def _by_prunable(
+    masks: Mapping[str, Tensor], prunables: Sequence[Prunable], left_out: Sequence[LeftOut]
+) -> dict[str, Tensor]:
+    """The masks by the names of the prunable tensors, or an error if one fits none of them."""
+    known = {name: prunable for prunable in prunables for name in (prunable.name, *prunable.tied)}
+    reasons = {item.name: item.reason for item in left_out}
+    found: dict[str, Tensor] = {}
+    for given in masks:
+        name = plain_name(given)
+        prunable = known.get(name) or known.get(name.removeprefix("module."))
+        if prunable is None:
+            why = f"which is not pruned here: {reasons[name]}" if name in reasons else "which the model does not have"
+            hint = "" if name in reasons else nearest(name, known)
+            raise StateError(f"There is a mask for {given!r}, {why}.{hint} Leave it out, or pass masks='zeros'.")
+        mask = masks[given]
+        if not isinstance(mask, Tensor) or (mask.dtype, mask.shape) != (torch.bool, prunable.parameter.shape):
+            what = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+            raise StateError(
+                f"The mask of {given!r} is {what}; it must be torch.bool {list(prunable.parameter.shape)}, True where a"
+                " weight is kept."
+            )
+        found[prunable.name] = mask
+    return found
+
+
+def with_given(
+    masks: Sequence[Tensor], given: Sequence[Tensor], over_all: Callable[[Sequence[int]], list[int]], strict: bool
+) -> list[Tensor]:
+    """Loaded flat masks that also remove what the masks given to the Pruner (as bits) do. If `strict`, refuse masks
+    that keep a weight which those remove."""
+    mine = [
+        as_bool(bits, mask.shape) if mask.dtype == torch.bool else bits for bits, mask in zip(given, masks, strict=True)
+    ]
+    lost = sum(over_all(kernels.population([mask & ~own for mask, own in zip(masks, mine, strict=True)])))
+    if strict and lost:
+        raise StateError(
+            f"The saved masks keep {lost} weights that masks=... of this Pruner removes, so the state is of a run"
+            " with other masks. Build the Pruner without masks=... to continue that run, or hold both:"
+            " load_state_dict(state, strict=False)."
+        )
+    return [mask & own for mask, own in zip(masks, mine, strict=True)]
+
+
+@torch.no_grad()
+def apply_masks(module: nn.Module, masks: Mapping[str, Tensor]) -> None:
+    """Zero in a copy of the model the weights that these masks remove. If one does not fit, nothing changes."""
+    parameters = parameters_in(_copy_in(module, masks))
+    for name, mask in masks.items():
+        if name not in parameters:
+            raise StateError(
+                f"{type(module).__name__} has no parameter {name!r}, which is pruned.{nearest(name, parameters)}"
+                " apply_to takes a copy of the pruned model: an EMA or SWA model, a deepcopy."
+            )
+        if parameters[name].shape != mask.shape:
+            raise StateError(
+                f"{name!r} is {list(parameters[name].shape)} in {type(module).__name__} and {list(mask.shape)} in the"
+                " pruned model. apply_to takes a copy of the pruned model."
+            )
+    for name, mask in masks.items():
+        weight = local(parameters[name].detach())
+        weight.masked_fill_(~part_of(mask, parameters[name]).to(weight.device), 0)
+
+
+def _copy_in(module: nn.Module, names: Mapping[str, Any]) -> nn.Module:
+    """The copy inside wrappers that have it in `.module`, such as AveragedModel, DDP and the EMA classes of timm."""
+    if not isinstance(module, nn.Module):
+        raise StateError(f"apply_to takes a module with the pruned model's parameters; got a {type(module).__name__}.")
+    module = unwrap(module)
+    while not names.keys() <= parameters_in(module).keys() and isinstance(getattr(module, "module", None), nn.Module):
+        module = unwrap(module.module)  # type: ignore[arg-type]
+    return module
+
+
+class HasState(Protocol):
+    """A Pruner, as far as `WholeState` needs it."""
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None: ...
+
+
+class WholeState:
+    """A Pruner's state as whole tensors on the CPU, for libraries that save on one rank what every rank returns."""
+
+    def __init__(self, pruner: HasState) -> None:
+        self._pruner = pruner
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The Pruner's state, the same plain CPU tensors on every rank; all ranks must call it."""
+        return {name: whole(tensor).cpu() for name, tensor in self._pruner.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Load such a state at any world size; see `Pruner.load_state_dict`."""
+        self._pruner.load_state_dict(state, strict)
