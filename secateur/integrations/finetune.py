@@ -91,6 +91,7 @@ class Result:
     measure: str
     before: float
     after: float
+    evaluated: int  # windows held out
     history: Sequence[Mapping[str, Any]]  # Trainer's log
     texts: Sequence[tuple[str, str, str]]  # prompt, what the model wrote before, and after
     stages: tuple[Stage, ...]
@@ -327,7 +328,7 @@ class _Job:
             notes = (*notes, f"Continued from step {resumed.name.removeprefix(CHECKPOINT)}.")
         return Result(
             model=model, tokenizer=self.tokenizer, report=report, masks=masks, measure=self.task.measure,
-            before=before.figure, after=after, history=trainer.state.log_history,
+            before=before.figure, after=after, evaluated=len(self.texts.evaluation), history=trainer.state.log_history,
             texts=list(zip(before.prompts, before.written, written, strict=True)), stages=tuple(self.stages.done),
             notes=notes,
         )  # fmt: skip
@@ -340,7 +341,7 @@ class _Job:
             trainer.accelerator.wait_for_everyone()
             return load(whole)[0].to(self.args.device)
         model = trainer.accelerator.unwrap_model(trainer.model)
-        return model.merge_and_unload() if self.plan.lora else model
+        return model.merge_and_unload().requires_grad_(True) if self.plan.lora else model
 
     def _masks(self, model: Any, callback: PrunerCallback | None) -> dict[str, Tensor]:
         """Whole masks; every process must ask, because shards are gathered."""
@@ -357,7 +358,7 @@ class _Job:
 
     @torch.no_grad()
     def _write(self, model: Any) -> tuple[list[str], list[str]]:
-        """The beginnings of some held-out windows, and how the model continues them, always with its likeliest token."""
+        """The beginnings of some held-out windows, and how the model continues them (greedy)."""
         if not model.can_generate():
             return [], []
         size = min(PROMPT, max(1, self.plan.context // 2))

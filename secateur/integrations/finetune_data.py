@@ -1,4 +1,4 @@
-"""Text for `secateur finetune`: windows to train on and windows held out, from a text in memory or a streamed dataset."""
+"""Text for `secateur finetune`: windows to train on and windows held out, from a text or a streamed dataset."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from secateur.errors import TextError
-from secateur.integrations.text import BETWEEN, check_apart, read_text, stream_documents, token_pieces
+from secateur.integrations.text import BETWEEN, read_text, rows_within, stream_documents, token_pieces
 
 STREAMED = "dataset:"
 
@@ -52,15 +52,37 @@ def read_texts(
     most = skip + (calibration if data.startswith(STREAMED) else max(needed, calibration))
     rows = _first(_pieces(tokenizer, data), context, most)
     _check_enough(len(rows) - skip, 1, data, context, f"to train on beside {skip} held out" if skip else "to train on")
-    train = rows[skip:]
-    held_out = rows[:skip] if held_out is None else held_out
-    check_apart(train, held_out)
+    train, held_out, notes = _apart(rows[skip:], rows[:skip] if held_out is None else held_out)
     if data.startswith(STREAMED):
-        return Texts(Stream(data, tokenizer, context, skip), train[:calibration], held_out)
-    notes = ()
+        return Texts(Stream(data, tokenizer, context, skip, held_out), train[:calibration], held_out, notes)
     if len(train) < needed:
-        notes = (f"{data} has {len(train):,} windows to train on, each seen {needed / len(train):.1f} times.",)
+        notes = (*notes, f"{data} has {len(train):,} windows to train on, each seen {needed / len(train):.1f} times.")
     return Texts(Windows(train[:needed]), train[:calibration], held_out, notes)
+
+
+def _apart(train: Tensor, held_out: Tensor) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """Both without windows that occur anywhere in the text of the other, and a note if there were any."""
+    shared = rows_within(held_out, train.flatten())
+    if len(shared) == len(held_out):
+        raise TextError(
+            f"All {len(held_out)} windows held out occur in the text to train on, so no text is left to evaluate on."
+            " Give a text that shares nothing with --data as --eval-data."
+        )
+    held_out = _without(held_out, shared)
+    learned = rows_within(train, held_out.flatten())
+    if len(learned) == len(train):
+        raise TextError("Every window to train on occurs in the text held out. Give two texts that share nothing.")
+    notes = ()
+    if shared or learned:
+        notes = (f"Left out because they occur in both texts: {len(shared)} windows to evaluate on, {len(learned)} to"
+                 " train on.",)  # fmt: skip
+    return _without(train, learned), held_out, notes
+
+
+def _without(rows: Tensor, numbers: list[int]) -> Tensor:
+    keep = torch.ones(len(rows), dtype=torch.bool)
+    keep[numbers] = False
+    return rows[keep]
 
 
 def _first(pieces: Iterable[Tensor], context: int, most: int) -> Tensor:
@@ -110,11 +132,12 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 class Stream(IterableDataset[dict[str, Tensor]]):
-    """Windows of a dataset that is read as it is needed, without the first `skip`, which are held out."""
+    """Windows of a dataset that is read as it is needed, without the first `skip` and without any that is held out."""
 
-    def __init__(self, name: str, tokenizer: Any, context: int, skip: int) -> None:
+    def __init__(self, name: str, tokenizer: Any, context: int, skip: int, held_out: Tensor) -> None:
         self._name, self._tokenizer, self._context, self._skip = name, tokenizer, context, skip
+        self._held_out = set(map(tuple, held_out.tolist()))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         rows = split_windows(_pieces(self._tokenizer, self._name), self._context)
-        return map(_item, islice(rows, self._skip, None))
+        return (_item(row) for row in islice(rows, self._skip, None) if tuple(row.tolist()) not in self._held_out)

@@ -44,7 +44,7 @@ def figures(plan: Plan, result: Result) -> list[tuple[str, str]]:
         ("trained", f"{plan.steps:,} steps of {plan.batch * plan.accumulate} x {plan.context} tokens ({tokens:,} in"
                     " each process)"),
         ("learning rate", f"{plan.lr:g}"),
-        ("evaluated on", f"{plan.evaluation} windows of {plan.context} tokens that never trained"),
+        ("evaluated on", f"{result.evaluated} windows of {plan.context} tokens that never trained"),
         ("seed", str(plan.seed)),
     ]  # fmt: skip
     return [*rows, *((f"seconds, {stage.name}", f"{stage.seconds:.1f}") for stage in result.stages)]
@@ -132,7 +132,9 @@ def chart(points: Points) -> str:
     line = " ".join(f"{across:.1f},{height:.1f}" for across, height in (place(x, y) for x, y in points))
     dots = ""
     if len(points) <= 12:
-        dots = "".join(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{BLUE}"/>' for a, b in (place(*p) for p in points))
+        dots = "".join(
+            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{BLUE}"/>' for a, b in (place(*p) for p in points)
+        )
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="system-ui, sans-serif" font-size="11"'
         f' fill="#4b5563">{"".join(marks)}'
