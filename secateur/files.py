@@ -31,17 +31,25 @@ PAGE = 4 << 20  # bytes to allow for a page, a table or a record
 
 def write(path: Place, text: str) -> None:
     """Write a text file atomically: under a temporary name, flushed to disk, then renamed."""
+    with replacing(path) as temporary, temporary.open("x", encoding="utf-8") as file:
+        file.write(text)
+
+
+@contextmanager
+def replacing(path: Place) -> Iterator[Path]:
+    """A temporary path to write a file to, renamed to `path` once it is on disk. If anything fails before, it is
+    removed, and what was there before is unchanged."""
     path = Path(path)
     clear(path, older=STALE)
     temporary = path.with_name(f"{_hidden(path)}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        _sync(temporary)
         os.replace(temporary, path)
         _sync(path.parent)
-    except OSError as error:
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
+            raise
         raise SaveError(f"{path} cannot be written ({_reason(error)}). What was there before is untouched.") from error
     finally:
         temporary.unlink(missing_ok=True)  # exists only if something failed

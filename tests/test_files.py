@@ -70,3 +70,21 @@ def test_errors_name_the_path_and_what_to_do(tmp_path: Path) -> None:
         files.existing_folder(str(tmp_path / "file"))
     with pytest.raises(SaveError, match="needs about .* MB, and the disk has"):
         files.check_room(tmp_path, 1 << 60)
+
+
+def test_a_file_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    with files.replacing(path) as temporary:
+        temporary.write_bytes(b"first")
+    with pytest.raises(SaveError, match="a.bin cannot be written .full.. What was there before is untouched"):
+        write_half(path, OSError("full"))
+    with pytest.raises(KeyboardInterrupt):
+        write_half(path, KeyboardInterrupt())
+    assert os.listdir(tmp_path) == ["a.bin"]
+    assert path.read_bytes() == b"first"
+
+
+def write_half(path: Path, error: BaseException) -> None:
+    with files.replacing(path) as temporary:
+        temporary.write_bytes(b"sec")
+        raise error

@@ -49,7 +49,7 @@ TODAY: dict[str, set[str]] = {
         "lab.sweep -> lab.trainer",
         "bench.demo -> lab.demo",
     },
-    "short": {"integrations.transformers", "bench.demo"},
+    "short": {"bench.demo"},
 }
 
 

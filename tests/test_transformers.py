@@ -262,9 +262,9 @@ def test_tasks_go_through_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.training
 
 
-def test_the_module_imports_without_its_libraries() -> None:
+def test_what_the_command_line_uses_imports_without_its_libraries() -> None:
     done = run_blocked(
-        "from secateur.integrations import smollm2, transformers",
+        "from secateur.integrations import evaluation, folder, pruner_files, pruning, smollm2, text",
         ["transformers", "tokenizers", "gguf", "numpy", "safetensors"],
     )
     assert done.returncode == 0, done.stderr
