@@ -16,7 +16,15 @@ from secateur.model.distributed import check_replicas, check_tile, is_sharded, l
 from secateur.model.facts import Facts
 from secateur.model.held import Held, SavedState, check_count, masks_in, read_saved, restore_facts, rounding, state_of
 from secateur.model.hooks import Handles, Listener, optimizers_in
-from secateur.model.prunable import Globs, LeftOut, check_readable, find_prunable, nothing_to_prune, unfit_for
+from secateur.model.prunable import (
+    Globs,
+    LeftOut,
+    check_current,
+    check_readable,
+    find_prunable,
+    nothing_to_prune,
+    unfit_for,
+)
 from secateur.model.transfer import ZEROS, Given, WholeState, apply_masks, given_masks, with_given
 from secateur.optim import MaskedOptimizer
 from secateur.regrowth import check_gradients, exchange, regrowth_for
@@ -185,6 +193,7 @@ class Pruner:
 
     def _check_start(self) -> None:
         """Raise at the first step, not at the first update, if something cannot work here."""
+        self._check_current()
         self._facts.check()
         check_gradients(self.regrowth, self._prunables, self._peers, zeros_count=True)
         if self._holds and not any(self._gone):
@@ -193,6 +202,11 @@ class Pruner:
                 " sparsity=None. Load the sparse weights first, pass their masks, or pass sparsity=... to prune."
             )
         self._checked = True
+
+    def _check_current(self) -> None:
+        """Raise if the model or an optimizer has other parameters than those found: masks would reach nothing."""
+        check_current(unwrap(self._model), self._prunables)
+        self._facts.check_owned()
 
     @torch.no_grad()
     def _update(self, step: int) -> bool:
@@ -207,6 +221,7 @@ class Pruner:
         share = self.regrowth.share(step) if self.regrowth is not None and asked > 0 else 0.0
         if asked == self._asked and share == 0 and not self._unsettled:
             return False
+        self._check_current()
         began, sent = time.perf_counter(), self._peers.bytes_sent
         if share > 0:
             self.apply()  # the optimizer has just moved pruned weights; those that come back start at zero
@@ -383,6 +398,7 @@ class Pruner:
         Masks given to this Pruner by name stay: a state that keeps a weight which they remove is refused, and with
         `strict=False` both are held. Zeros found by masks="zeros" are replaced by the saved masks.
         """
+        self._check_current()
         saved = read_saved(state, self.state_dict(), self._settings(), self._peers, strict)
         masks = masks_in(state, self._prunables, self._held)
         self._check_count(masks, saved)

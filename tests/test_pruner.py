@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.errors import ModelError, PatternError, ScheduleError, StateError
+from secateur.errors import ModelError, OptimizerError, PatternError, ScheduleError, StateError
 from secateur.scores import resolve
 from tests.conftest import Block, train
 
@@ -617,3 +617,59 @@ def test_scope_global_is_scope_model(block: Block) -> None:
         assert (pruner.scope, pruner.allocation, pruner.report().scope) == ("model", "depth", "model")
         found.append(torch.cat([mask.flatten() for mask in pruner.masks.values()]))
     assert torch.equal(*found)
+
+
+def tied(block: Block) -> None:
+    block.down.weight = nn.Parameter(torch.randn(16, 64))
+
+
+def assigned(block: Block) -> None:
+    block.load_state_dict(Block().state_dict(), assign=True)
+
+
+def swapped(block: Block) -> None:
+    block.down = nn.Linear(64, 16)
+
+
+@pytest.mark.parametrize("replace", [tied, assigned, swapped])
+@pytest.mark.parametrize(
+    "settings", [{"sparsity": 0.5}, {"masks": {"up.weight": torch.eye(64, 16) > 0}, "sparsity": None}]
+)
+def test_replaced_parameters_are_noticed_at_the_first_step(replace: Any, settings: Any, block: Block) -> None:
+    """A Pruner that holds the old parameters would report zeros that the model does not have."""
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, every=1, **settings)
+    replace(block)
+    with pytest.raises(StateError, match=r"weight' is not the parameter it was.*Build optimizer and Pruner after them"):
+        train(block, optimizer, 1, pruner.step)
+    with pytest.raises(StateError, match="is not the parameter it was"):
+        pruner.load_state_dict(pruner.state_dict())
+
+
+def test_replaced_parameters_are_noticed_at_an_update(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, sparsity=sc.linear(0.5, begin=0, end=4), every=2)
+    train(block, optimizer, 2, pruner.step)
+    swapped(block)
+    with pytest.raises(StateError, match="'down.weight' is not the parameter it was"):
+        train(block, optimizer, 2, pruner.step)
+    assert [update.step for update in pruner.updates] == [2]
+
+
+def test_an_optimizer_that_got_other_parameters_is_noticed(block: Block) -> None:
+    """As accelerator.prepare does with FSDP2: the optimizer is the same, its parameters are not."""
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, every=1)
+    other = Block()
+    optimizer.param_groups[0]["params"] = list(other.parameters())
+    with pytest.raises(OptimizerError, match=r"AdamW no longer has 'up.weight' and 1 more tensors"):
+        train(other, optimizer, 1, pruner.step)
+
+
+def test_parameters_that_only_moved_are_still_the_models(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, every=1)
+    block.to(torch.float64).to(torch.float32)
+    nn.utils.parametrize.register_parametrization(block.up, "weight", nn.Identity())
+    train(block, optimizer, 2, pruner.step)
+    assert int((block.up.weight == 0).sum()) + int((block.down.weight == 0).sum()) == 1024

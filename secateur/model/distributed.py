@@ -42,9 +42,14 @@ class Placement:
         return sum(self.sizes[: self.rank])
 
 
+def is_dtensor(tensor: Any) -> bool:
+    """Whether this is a DTensor, sharded or replicated."""
+    return isinstance(tensor, _dtensor_type())
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this tensor is a DTensor sharded over several processes."""
-    return isinstance(tensor, _dtensor_type()) and _shard_axis(tensor) is not None
+    return is_dtensor(tensor) and _shard_axis(tensor) is not None
 
 
 def local(tensor: Tensor) -> Tensor:

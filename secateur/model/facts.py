@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.errors import FactError
+from secateur.errors import FactError, OptimizerError
 from secateur.model.distributed import is_sharded, local, placement
 from secateur.model.prunable import Prunable
 from secateur.scores import SCALAR_FACTS, Score, resolve, scores
@@ -127,6 +127,18 @@ class Facts:
     def owner(self, prunable: Prunable) -> int:
         """The number of the optimizer that trains this tensor."""
         return self._owners[id(prunable.parameter)]
+
+    def check_owned(self) -> None:
+        """Raise if an optimizer no longer has a parameter it had: then it trains others, and nothing is pruned."""
+        for number, optimizer in enumerate(self._optimizers):
+            has = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            lost = [one.name for one in self.prunables if self.owner(one) == number and id(one.parameter) not in has]
+            if lost:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} no longer has {lost[0]!r} and {len(lost) - 1} more tensors that it had"
+                    " when this Pruner was made. Build the Pruner after what replaces parameters (fully_shard,"
+                    " accelerator.prepare), with the optimizer that trains the new ones."
+                )
 
     def _own(self, prunable: Prunable) -> tuple[Any, Mapping[str, Any], Mapping[str, str]]:
         """The optimizer that trains this tensor, its state for it, and the meaning of numbered keys of that state."""

@@ -6,7 +6,8 @@ The type of the module that owns a parameter decides, then how that module is bu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -35,6 +36,11 @@ TURNED_STACK = Layout(rows=(0, 2), inputs=1)
 
 VECTOR = "bias, norm or vector"
 
+# Modules of PEFT: the base model is in children of these names; all other children and parameters are the adapter's.
+PEFT_BASES = ("base_layer", "base_model", "model", "original_module", "word_embeddings")
+ADAPTER = "PEFT adapter"
+ADAPTER_COPY = "copy of a layer that PEFT trains (modules_to_save)"
+
 
 class When(IntEnum):
     """When a weight is pruned: by default, if a glob of `only` covers it, or only if one names it itself."""
@@ -56,14 +62,15 @@ class Kind:
 @dataclass(frozen=True, eq=False)
 class Use:
     """A parameter under one of its names. `module` is the layer it belongs to and `leaf` its name there, both looked up
-    behind a parametrization (`through`) if there is one."""
+    behind a parametrization (`through`) if there is one. `adapter` says what of a PEFT adapter it is, if it is."""
 
     name: str
     parameter: nn.Parameter
     module: nn.Module
     leaf: str
-    plain: str  # the name it would have without the parametrization
+    plain: str  # the name it would have without the parametrization and without PEFT
     through: ParametrizationList | None = None
+    adapter: str = ""
 
     @property
     def owner(self) -> str:
@@ -74,6 +81,9 @@ def kind_of(use: Use) -> Kind:
     """What a parameter is in its module. Vectors and quantized values are handled elsewhere."""
     leaf = REPARAMETRIZED.get(use.leaf, use.leaf) if isinstance(use.module, LAYERS) else use.leaf
     found = _layer_kind(leaf, use) or _stack_kind(leaf, use) or _custom_kind(leaf, use)
+    if use.adapter:
+        least = When.NAMED if use.adapter == ADAPTER else When.COVERED
+        return replace(found, what=use.adapter, when=max(found.when, least))
     if (use.through is not None or leaf != use.leaf) and found.when is When.USUAL:
         return Kind("parametrized", found.layout, When.COVERED)
     return found
@@ -179,6 +189,30 @@ def _generic(use: Use) -> Layout:
 def _kinds(module: nn.Module) -> set[str]:
     """Names of the module's class and its bases: fully_shard puts a class of its own in front."""
     return {kind.__name__ for kind in type(module).__mro__}
+
+
+def peft_parts(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, str]]:
+    """For the path of every module: the path it would have without PEFT, and what of an adapter it is ("" in the base
+    model). In `modules` parents come before their children."""
+    found = {"": ("", "")}
+    for path in modules:
+        above, dot, name = path.removesuffix(".").rpartition(".")
+        if not path:
+            continue
+        plain, adapter = found[above + dot]
+        if not _is_peft(modules[above + dot]):
+            found[path] = f"{plain}{name}.", adapter
+        elif name in PEFT_BASES:
+            found[path] = plain, ""
+        else:
+            found[path] = f"{plain}{name}.", ADAPTER_COPY if name == "modules_to_save" else ADAPTER
+    own = {path: (found[path][0], ADAPTER) for path, module in modules.items() if _is_peft(module)}
+    return found | own
+
+
+def _is_peft(module: nn.Module) -> bool:
+    """Whether PEFT defines the module's class or one that it inherits from; PEFT itself is not imported."""
+    return any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)
 
 
 @torch.no_grad()

@@ -17,9 +17,21 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from secateur.errors import ModelError, SiteError
-from secateur.model.distributed import local
-from secateur.model.kinds import VECTOR, Kind, Use, When, is_fragile, kind_of, loses_zeros, originals
+from secateur.errors import ModelError, SiteError, StateError
+from secateur.model.distributed import is_dtensor, local
+from secateur.model.kinds import (
+    ADAPTER,
+    ADAPTER_COPY,
+    VECTOR,
+    Kind,
+    Use,
+    When,
+    is_fragile,
+    kind_of,
+    loses_zeros,
+    originals,
+    peft_parts,
+)
 from secateur.selection.tiles import Layout, Pattern, fits
 
 # Names that models give the layer that makes their output; it stays dense unless `only` names it. So does the last
@@ -32,6 +44,7 @@ ROUTERS = ("*.router", "*.router.*", "*.gate")
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # put into names by torch.compile and activation checkpointing
 
 ASK = "only=... prunes it"
+FROZEN = "frozen (requires_grad is False)"
 
 Globs = str | Sequence[str]
 
@@ -136,14 +149,17 @@ def _path(module_name: str) -> str:
 def _uses(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[Use]:
     """Every parameter under each of its names, in the order of the modules."""
     found = []
+    parts = peft_parts(modules)
     for module_name, module in model.named_modules(remove_duplicate=False):
         path = _path(module_name)
+        plain, adapter = parts[path]
         owner, inside, tensor = path.removesuffix(".").rpartition("parametrizations.")
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if inside and isinstance(module, ParametrizationList):
-                found.append(Use(path + leaf, parameter, modules[owner], tensor, owner + tensor, module))
+                behind = parts[owner][0] + tensor
+                found.append(Use(path + leaf, parameter, modules[owner], tensor, behind, module, adapter))
             else:
-                found.append(Use(path + leaf, parameter, module, leaf, path + leaf))
+                found.append(Use(path + leaf, parameter, module, leaf, plain + leaf, adapter=adapter))
     return found
 
 
@@ -163,7 +179,7 @@ def _judge(uses: Sequence[Use], skip: Sequence[str], only: Sequence[str] | None,
     if not parameter.numel():
         return out("empty")
     if not parameter.requires_grad:
-        return out("frozen (requires_grad is False)")
+        return out(FROZEN)
     if any(_matches(use, skip) for use in uses):
         return out("skipped by name")
     if only is not None and (reason := _not_asked(uses, kind, only)):
@@ -183,7 +199,7 @@ def _impossible(use: Use) -> str | None:
         return f"{foreign}, not plain numbers (prune before quantizing)"
     if parameter.is_complex():
         return "complex"
-    return VECTOR if parameter.ndim < 2 else None
+    return use.adapter or VECTOR if parameter.ndim < 2 else None
 
 
 def _foreign(parameter: Tensor) -> str | None:
@@ -197,6 +213,8 @@ def _foreign(parameter: Tensor) -> str | None:
 
 def _default_reason(uses: Sequence[Use], kind: Kind, heads: set[str]) -> str | None:
     """Why a weight stays dense unless `only` asks for it, or None."""
+    if kind.what in (ADAPTER, ADAPTER_COPY):
+        return f"{kind.what} ({ASK})"
     if any(isinstance(use.module, nn.Embedding) for use in uses):
         return "embedding"
     if kind.when is not When.USUAL:
@@ -204,7 +222,7 @@ def _default_reason(uses: Sequence[Use], kind: Kind, heads: set[str]) -> str | N
     if not heads.isdisjoint(use.name for use in uses):
         return f"head ({ASK})"
     # A gate with few outputs routes to experts; one with as many outputs as inputs is half of a gated MLP.
-    name, parameter = uses[0].name, uses[0].parameter
+    name, parameter = uses[0].plain, uses[0].parameter
     if _is_called(name, ROUTERS) and parameter.shape[0] * 4 <= parameter.shape[-1]:
         return f"router ({ASK})"
     return None
@@ -230,13 +248,15 @@ def _heads(model: nn.Module, ordered: Sequence[Use], modules: Mapping[str, nn.Mo
         told = ask() if callable(ask) else None
     except Exception:  # the model's own method may fail in any way; heads are still found by name
         told = None
+    while isinstance(inner := getattr(told, "base_layer", getattr(told, "original_module", None)), nn.Module):
+        told = inner  # of PEFT
     heads: set[str] = set()
     last: dict[str, str] = {}
     weights = [use.name for use in ordered if use.parameter.ndim > 1 and kind_of(use).when is When.USUAL]
     is_last = cache(lambda path: _is_last(path, weights, modules))
     for use in ordered:
         path = use.name.rpartition(".")[0]
-        if use.module is told or _is_called(use.name, SURE_HEADS) or (_is_called(use.name, HEADS) and is_last(path)):
+        if use.module is told or _is_called(use.plain, SURE_HEADS) or (_is_called(use.plain, HEADS) and is_last(path)):
             heads.add(use.name)
     for name in weights:
         parts = name.split(".")[:-1]
@@ -337,6 +357,21 @@ def check_readable(model: nn.Module) -> None:
             )
 
 
+def check_current(model: nn.Module, prunables: Sequence[Prunable]) -> None:
+    """Raise if the model no longer has a parameter that was found in it."""
+    parameters = parameters_in(model)
+    present = {id(parameter) for parameter in parameters.values()}
+    for prunable in prunables:
+        # Between forward and backward pass FSDP2 puts whole weights in the place of its shards.
+        gathered = is_dtensor(prunable.parameter) and not is_dtensor(parameters.get(prunable.name))
+        if id(prunable.parameter) not in present and not gathered:
+            raise StateError(
+                f"The model's {prunable.name!r} is not the parameter it was when this Pruner was made, so pruning would"
+                " not reach the model. fully_shard, accelerator.prepare with FSDP2, tying weights and"
+                " load_state_dict(assign=True) replace parameters. Build optimizer and Pruner after them."
+            )
+
+
 def _is_offloaded(model: nn.Module) -> bool:
     return any(getattr(module, "_hf_hook", None) is not None for module in model.modules())
 
@@ -348,4 +383,9 @@ def nothing_to_prune(model: nn.Module, left_out: Sequence[LeftOut]) -> SiteError
     hint = " Its weights are quantized: load it without quantization, prune, then quantize." if quantized else ""
     if not left_out:
         hint = " It has no parameters. (Quantized modules keep theirs packed: prune first, quantize afterwards.)"
+    if {ADAPTER, FROZEN} <= {part for item in left_out for part in (ADAPTER, FROZEN) if item.reason.startswith(part)}:
+        hint = (
+            " Its base model is frozen, as PEFT leaves it, and a Pruner prunes weights that train. Prune the base model"
+            " with sc.prune first; secateur.integrations.peft.keep_zeros then keeps its zeros while adapters train."
+        )
     return SiteError(f"Nothing to prune in {type(model).__name__}. {'; '.join(telling[:6])}{hint}")
