@@ -338,7 +338,7 @@ class _MaskedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None]:
         x, weight, a, b = ctx.saved_tensors
         for_x, _, for_a, for_b = ctx.needs_input_grad
-        grad, inputs = grad.flatten(0, -2), x.flatten(0, -2)
+        grad, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         # sums over parts, in float32 at least
         grad_x = torch.zeros_like(inputs, dtype=torch.promote_types(x.dtype, torch.float32)) if for_x else None
         grad_a, grad_b = torch.zeros_like(a) if for_a else None, torch.empty_like(b) if for_b else None
