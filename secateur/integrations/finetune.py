@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from secateur.errors import ModelError, StateError
@@ -106,9 +106,17 @@ def world_size(on_cpu: bool) -> int:
 def finetune(plan: Plan, execution: Execution) -> Result | None:
     """Run a plan, or continue it; the result in the main process, None in the others."""
     args = _arguments(plan, execution)
-    main = args.process_index == 0
-    stages = Stages(args.device, show=main)
-    resumed = _claim_plan(plan, execution.folder, main)
+    resumed = _claim_plan(plan, execution.folder, args.process_index == 0)
+    try:
+        return _run(plan, execution, args, resumed)
+    except Exception:
+        if not _has_work(execution.folder):  # a mistake, such as a text that is not there
+            remove_checkpoints(execution.folder)
+        raise
+
+
+def _run(plan: Plan, execution: Execution, args: TrainingArguments, resumed: Path | None) -> Result | None:
+    stages = Stages(args.device, show=args.process_index == 0)
     with stages.stage("load"):
         model, tokenizer = load(plan.model)
     stored = model.dtype
@@ -119,10 +127,11 @@ def finetune(plan: Plan, execution: Execution) -> Result | None:
     check_context(model, plan.context)
     check_ids(model, [texts.calibration, texts.evaluation])
     job = _Job(plan, execution, args, stages, task, texts, tokenizer)
-    before = job.before(model)
     teacher = job.teacher(model)
+    before = job.before(model)
     callback = job.sparsify(model)
     if execution.adapt is not None:
+        set_seed(plan.seed)  # adapters begin at random
         model = execution.adapt(model)
     trainer = job.trainer(model, teacher, callback)
     with stages.stage("fine-tune", plan.steps) as tick:
@@ -174,19 +183,27 @@ def _arguments(plan: Plan, execution: Execution) -> TrainingArguments:
     )
 
 
+def _has_work(folder: Path) -> bool:
+    """Whether there is something to continue from."""
+    return last_complete(folder) is not None or (folder / PRUNED).is_dir()
+
+
 def _claim_plan(plan: Plan, folder: Path, main: bool) -> Path | None:
-    """The checkpoint to continue from. Refuses a folder in which another plan has begun."""
-    mine = asdict(plan)
+    """The checkpoint to continue from. Refuses a folder in which another plan has got somewhere."""
+    mine = json.loads(json.dumps(asdict(plan)))
+    begun = mine
     if (folder / PLAN).exists():
         begun = read_json(folder / PLAN, dict, StateError, f"Remove {folder}, and start again.")
-        odd = sorted(name for name in mine.keys() | begun.keys() if begun.get(name) != mine.get(name))
+    odd = sorted(name for name in mine.keys() | begun.keys() if begun.get(name) != mine.get(name))
+    if odd and _has_work(folder):
+        changed = ", ".join(f"{name} {begun.get(name)} (now {mine.get(name)})" for name in odd)
+        raise StateError(
+            f"{folder} holds a run that began with other settings: {changed}. Finish it with the command that began"
+            " it, remove that folder, or name another --out."
+        )
+    if main:
         if odd:
-            changed = ", ".join(f"{name} {begun.get(name)} (now {mine.get(name)})" for name in odd)
-            raise StateError(
-                f"{folder} holds a run that began with other settings: {changed}. Finish it with the command that"
-                " began it, remove that folder, or name another --out."
-            )
-    elif main:
+            remove_checkpoints(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / PLAN, json.dumps(mine, indent=2) + "\n")
     return last_complete(folder)

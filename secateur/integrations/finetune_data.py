@@ -72,7 +72,7 @@ def _apart(train: Tensor, held_out: Tensor) -> tuple[Tensor, Tensor, tuple[str, 
     learned = rows_within(train, held_out.flatten())
     if len(learned) == len(train):
         raise TextError("Every window to train on occurs in the text held out. Give two texts that share nothing.")
-    notes = ()
+    notes: tuple[str, ...] = ()
     if shared or learned:
         notes = (f"Left out because they occur in both texts: {len(shared)} windows to evaluate on, {len(learned)} to"
                  " train on.",)  # fmt: skip
