@@ -215,7 +215,8 @@ class DistillationTrainer(Trainer):
         layer = self.accelerator.unwrap_model(model).get_output_embeddings()
         forward = layer.forward
         # Inside the model's forward, where sharded weights are gathered and autocast is on.
-        with _forward_replaced(layer, lambda rows: loss(rows, forward).view(1, 1, 1)):
+        # Three dimensions as logits have, and no view, which FSDP would warn about.
+        with _forward_replaced(layer, lambda rows: loss(rows, forward).view(1, 1, 1).clone()):
             outputs = model(**inputs)
         return outputs, outputs.logits.sum()
 

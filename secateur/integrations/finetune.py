@@ -320,6 +320,8 @@ class _Job:
             trainer = Trainer(model, self.args, **options)
         else:
             trainer = DistillationTrainer(model, self.args, teacher=teacher, **options)
+        if self.plan.lora and trainer.is_fsdp_enabled:
+            raise ModelError("--lora does not work with FSDP. Use DDP: adapters need little memory.")
         trainer.remove_callback(PrinterCallback)  # it prints to stdout, where results go
         return trainer
 
@@ -353,10 +355,12 @@ class _Job:
     def _trained(self, trainer: Trainer) -> Any:
         """The model alone and whole, with adapters merged."""
         if trainer.is_fsdp_enabled:
-            whole = self.execution.folder / "final"
-            trainer.save_model(str(whole))
-            trainer.accelerator.wait_for_everyone()
-            return load(whole)[0].to(self.args.device)
+            state = trainer.accelerator.get_state_dict(trainer.model)  # whole in the main process, empty in others
+            if self.main:
+                whole = load(self.plan.model)[0].to(getattr(torch, self.plan.dtype))
+                whole.load_state_dict(state)
+                return whole.to(self.args.device)
+            return None
         model = trainer.accelerator.unwrap_model(trainer.model)
         return model.merge_and_unload().requires_grad_(True) if self.plan.lora else model
 
