@@ -44,6 +44,7 @@ EXTRA = '"secateur[finetune]"'
 # Default context, evaluation windows, calibration windows and batch.
 CPU, GPU = (256, 16, 16, 4), (1024, 256, 128, 16)
 STEPS, SPARSITY, RATE, LORA_RATE, RANK = 300, 0.8, 1e-3, 2e-4, 16
+ALPHA = 0.9  # with 1 the gradient is noise until something is pruned, and Adam's state with it
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +58,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--distill",
         action=argparse.BooleanOptionalAction,
         help="learn the dense model's predictions instead of the text alone (yes, unless zeros are held)",
+    )
+    parser.add_argument(
+        "--alpha",
+        type=_share,
+        help=f"share of the dense model's predictions in the loss, the rest is the text ({ALPHA})",
     )
     parser.add_argument("--teacher", metavar="MODEL", help="the model to distill from (MODEL itself, dense)")
     parser.add_argument(
@@ -96,6 +102,16 @@ def _rate(text: str) -> float:
     return rate
 
 
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number above 0 and up to 1, got {text!r}")
+    return share
+
+
 def run(options: argparse.Namespace) -> int:
     _check(options)
     import_torch()
@@ -121,14 +137,11 @@ def _check(options: argparse.Namespace) -> None:
         check_sparsity(options.sparsity)
     if options.steps is not None and options.tokens is not None:
         raise SecateurError("--steps and --tokens both say how long to train. Give one of them.")
-    if options.teacher is not None and options.distill is False:
-        raise SecateurError("--teacher is for distillation, and --no-distill turns it off. Leave one of them out.")
+    for name in ("teacher", "alpha"):
+        if getattr(options, name) is not None and options.distill is False:
+            raise SecateurError(f"--{name} is for distillation, and --no-distill turns it off. Leave one of them out.")
     if options.how == "hold":
-        given = [name for name in ("sparsity", "score", "calibration") if getattr(options, name) is not None]
-        if given:
-            raise SecateurError(f"--how hold keeps the zeros that the model has: --{given[0]} would do nothing.")
-        if options.distill and options.teacher is None:
-            raise SecateurError("--how hold has no dense model to distill from. Name one with --teacher.")
+        _check_hold(options)
     if options.how == "gradual" and options.calibration is not None:
         raise SecateurError("--calibration is for --how oneshot; gradual pruning reads the optimizer's state.")
     if options.how == "gradual" and options.lora:
@@ -136,6 +149,14 @@ def _check(options: argparse.Namespace) -> None:
     tracker = options.tracker
     if tracker not in (None, "none") and importlib.util.find_spec(tracker) is None:
         raise SecateurError(f"--tracker {tracker}: it is not installed. pip install {tracker}, or leave it out.")
+
+
+def _check_hold(options: argparse.Namespace) -> None:
+    given = [name for name in ("sparsity", "score", "calibration") if getattr(options, name) is not None]
+    if given:
+        raise SecateurError(f"--how hold keeps the zeros that the model has: --{given[0]} would do nothing.")
+    if (options.distill or options.alpha is not None) and options.teacher is None:
+        raise SecateurError("--how hold has no dense model to distill from. Name one with --teacher.")
 
 
 def _plan(options: argparse.Namespace, kind: str, processes: int) -> Plan:
@@ -163,8 +184,8 @@ def _plan(options: argparse.Namespace, kind: str, processes: int) -> Plan:
         sparsity=None if hold else sparsity, score=score,
         recipe=asdict(read_recipe(RECOMMENDED)) | {"score": score} if options.how == "oneshot" else {},
         distill=options.distill if options.distill is not None else options.teacher is not None or not hold,
-        teacher=options.teacher, lora=options.lora, steps=steps, batch=batch, accumulate=options.accumulate,
-        context=context, calibration=options.calibration or calibration, evaluation=options.evaluation or evaluation,
+        alpha=options.alpha or ALPHA, teacher=options.teacher, lora=options.lora, steps=steps, batch=batch,
+        accumulate=options.accumulate, context=context, calibration=options.calibration or calibration, evaluation=options.evaluation or evaluation,
         lr=options.lr or (LORA_RATE if options.lora else RATE), seed=options.seed or 0,
         dtype=options.dtype or "float32",
         bf16=options.bf16 if options.bf16 is not None else kind == "cuda" and torch.cuda.is_bf16_supported(),
@@ -203,8 +224,9 @@ def _with_adapters(model: Any) -> Any:
 
 
 def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace) -> None:
-    from secateur.integrations.finetune_page import to_html, to_json, to_markdown
+    from secateur.integrations.finetune_page import figures, to_html, to_json, to_markdown
     from secateur.integrations.folder import save
+    from secateur.report import text_table
 
     base = "dense" if plan.how != "hold" else "before"
     found = Verdict(result.measure, result.before, result.after, result.report.sparsity, _vocabulary(result), base)
@@ -215,7 +237,8 @@ def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace)
         "report.json": to_json(lines, plan, result, options.invocation),
         "report.html": to_html(title, lines, plan, result, options.invocation),
     }
-    print(result.report)  # before it is saved: should that fail, the figures are not lost
+    # Before it is saved: should that fail, the figures are not lost.
+    print(text_table(("", "value"), figures(plan, result)))
     save(result.model, result.tokenizer, folder, result.masks, texts, overwrite=options.overwrite)
     print(f"\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html")
     for warning in found.warnings:

@@ -55,6 +55,7 @@ class Plan:
     score: str
     recipe: Mapping[str, Any]  # of secateur.prune, for "oneshot"
     distill: bool
+    alpha: float  # share of the distance to the teacher in the loss; the rest is cross entropy
     teacher: str | None  # None: the model itself, dense
     lora: bool
     steps: int
@@ -319,7 +320,7 @@ class _Job:
         if teacher is None:
             trainer = Trainer(model, self.args, **options)
         else:
-            trainer = DistillationTrainer(model, self.args, teacher=teacher, **options)
+            trainer = DistillationTrainer(model, self.args, teacher=teacher, alpha=self.plan.alpha, **options)
         if self.plan.lora and trainer.is_fsdp_enabled:
             raise ModelError("--lora does not work with FSDP. Use DDP: adapters need little memory.")
         trainer.remove_callback(PrinterCallback)  # it prints to stdout, where results go

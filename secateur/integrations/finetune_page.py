@@ -33,7 +33,7 @@ def figures(plan: Plan, result: Result) -> list[tuple[str, str]]:
     """The run in a table: what it reached, and with which settings."""
     base = "dense" if plan.how != "hold" else "before"
     tokens = plan.steps * plan.batch * plan.accumulate * plan.context
-    loss = "distillation" if plan.distill else "cross entropy"
+    loss = f"distillation (alpha {plan.alpha:g})" if plan.distill else "cross entropy"
     rows = [
         (f"held-out {result.measure}, {base}", f"{result.before:,.6g}"),
         (f"held-out {result.measure}, fine-tuned", f"{result.after:,.6g}"),
