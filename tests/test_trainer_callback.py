@@ -109,7 +109,8 @@ def test_a_resumed_run_equals_an_unbroken_one(way: str, tmp_path: Path) -> None:
     whole.train()
     half = tmp_path / f"checkpoint-{STEPS // 2}"
     resumed = trainer(tmp_path, PrunerCallback(**settings), model=llama(seed=1), **options)
-    resumed.train(resume_from_checkpoint=str(half))
+    shutil.rmtree(tmp_path / f"checkpoint-{STEPS}")
+    resumed.train(resume_from_checkpoint=str(half) if way != "sgd" else True)  # True is the last in the folder
     assert resumed.args.resume_from_checkpoint is None
     first = callback_of(resumed).report().updates[0].step
     assert first > STEPS // 2, "it did not begin again"
@@ -286,6 +287,23 @@ def test_variance_says_what_would_work_with_an_optimizer_without_variances(optim
 
 def test_the_default_optimizer_is_fused() -> None:
     assert transformers.TrainingArguments("unused").optim == "adamw_torch_fused"
+
+
+def test_two_pruners_in_one_trainer_are_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, PrunerCallback())
+    run.add_callback(PrunerCallback(sparsity=0.5))
+    with pytest.raises(OptimizerError, match="has 2 PrunerCallbacks"):
+        run.train()
+
+
+def test_a_checkpoint_that_was_written_elsewhere_is_said_aloud(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = trainer(tmp_path, callback := PrunerCallback(**RAMP), save_strategy="no")
+    run.train()
+    callback.on_save(run.args, run.state, run.control)
+    assert f"not written a checkpoint to {tmp_path / f'checkpoint-{STEPS}'}" in caplog.text
+    assert not list(tmp_path.rglob(PRUNER))
 
 
 def test_a_compiled_model_is_pruned(tmp_path: Path) -> None:

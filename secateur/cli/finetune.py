@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 SUMMARY = "fine-tune a model on a text while it becomes sparse"
 EXAMPLE = "secateur finetune smollm2 --data builtin --sparsity 0.8 --steps 300 --out smollm2-80"
 HOW = ("gradual", "oneshot", "hold")
-EXTRA = '"secateur[finetune]"'
 # Default context, evaluation windows, calibration windows and batch.
 CPU, GPU = (256, 16, 16, 4), (1024, 256, 128, 16)
 STEPS, SPARSITY, RATE, LORA_RATE, RANK = 300, 0.8, 1e-3, 2e-4, 16
@@ -115,8 +114,10 @@ def _share(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     _check(options)
     import_torch()
-    for name in ("transformers", "accelerate", *(["peft"] if options.lora else [])):
-        library(name, "Fine-tuning", EXTRA)
+    for name in ("transformers", "accelerate"):
+        library(name, "Fine-tuning", '"secateur[hf]"')
+    if options.lora:
+        library("peft", "--lora", '"secateur[peft]"')
     from secateur.integrations.folder import check_free
     from secateur.scores import resolve
 
@@ -185,7 +186,8 @@ def _plan(options: argparse.Namespace, kind: str, processes: int) -> Plan:
         recipe=asdict(read_recipe(RECOMMENDED)) | {"score": score} if options.how == "oneshot" else {},
         distill=options.distill if options.distill is not None else options.teacher is not None or not hold,
         alpha=options.alpha or ALPHA, teacher=options.teacher, lora=options.lora, steps=steps, batch=batch,
-        accumulate=options.accumulate, context=context, calibration=options.calibration or calibration, evaluation=options.evaluation or evaluation,
+        accumulate=options.accumulate, context=context, calibration=options.calibration or calibration,
+        evaluation=options.evaluation or evaluation,
         lr=options.lr or (LORA_RATE if options.lora else RATE), seed=options.seed or 0,
         dtype=options.dtype or "float32",
         bf16=options.bf16 if options.bf16 is not None else kind == "cuda" and torch.cuda.is_bf16_supported(),

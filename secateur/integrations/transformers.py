@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,10 +197,19 @@ class PrunerCallback(TrainerCallback):
         while frame is not None:
             handler = frame.f_locals.get("self")
             if isinstance(handler, CallbackHandler) and any(one is self for one in handler.callbacks):
+                _check_alone(handler.callbacks)
                 handler.callbacks.remove(self)
                 handler.callbacks.insert(0, self)
                 return
             frame = frame.f_back
+
+
+def _check_alone(callbacks: Sequence[TrainerCallback]) -> None:
+    if (count := sum(isinstance(one, PrunerCallback) for one in callbacks)) > 1:
+        raise OptimizerError(
+            f"This Trainer has {count} PrunerCallbacks, which would prune the same weights and write the same file."
+            " Keep one: trainer.remove_callback(...)."
+        )
 
 
 def _checkpoint(args: TrainingArguments, step: int) -> Path:
