@@ -93,6 +93,7 @@ def test_a_model_goes_in_and_a_sparse_one_comes_out(
     assert page.count("<svg") == 3 - ("--lora" in words)  # adapters do not change the sparsity
     assert all(word in page for word in ("Text before and after", last.replace(">", "&gt;"), "secateur finetune"))
     assert last in Path("out", "report.md").read_text()
+    assert "held-out perplexity, fine-tuned" in said.out
     assert sorted(path.name for path in folder.iterdir()) == ["model", "one.txt", "out", "two.txt"]
 
 
@@ -237,6 +238,10 @@ def once(function: Any) -> Any:
         ("--lora", "--lora trains adapters on a pruned model. Use --how oneshot"),
         ("--calibration 3", "--calibration is for --how oneshot"),
         ("--teacher model --no-distill", "--teacher is for distillation, and --no-distill turns it off"),
+        ("--alpha 0.5 --no-distill", "--alpha is for distillation, and --no-distill turns it off"),
+        ("--alpha 0", "must be a number above 0 and up to 1, got '0'"),
+        ("--alpha all", "must be a number above 0 and up to 1, got 'all'"),
+        ("--how hold --alpha 0.5", "--how hold has no dense model to distill from"),
         ("--lr 0", "must be a positive number such as 1e-3, got '0'"),
         ("--lr fast", "must be a positive number such as 1e-3, got 'fast'"),
         ("--data missing.txt", "There is no file missing.txt"),

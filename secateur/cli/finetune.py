@@ -43,6 +43,7 @@ HOW = ("gradual", "oneshot", "hold")
 # Default context, evaluation windows, calibration windows and batch.
 CPU, GPU = (256, 16, 16, 4), (1024, 256, 128, 16)
 STEPS, SPARSITY, RATE, LORA_RATE, RANK = 300, 0.8, 1e-3, 2e-4, 16
+ADVICE = "Prune less (--sparsity), train for more steps (--steps), or try another --lr."
 ALPHA = 0.9  # with 1 the gradient is noise until something is pruned, and Adam's state with it
 
 
@@ -207,6 +208,8 @@ def _run_in(folder: Path, options: argparse.Namespace) -> int:
         checkpoint_every=options.checkpoint_every, tracker=None if options.tracker == "none" else options.tracker,
         adapt=_with_adapters if options.lora else None,
     )  # fmt: skip
+    # Trainer would write these into the folder of checkpoints, which goes.
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder.with_name(f"{folder.name}.tensorboard")))
     result = finetune(plan, execution)
     if result is None:  # not the main process
         return 0
@@ -231,7 +234,9 @@ def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace)
     from secateur.report import text_table
 
     base = "dense" if plan.how != "hold" else "before"
-    found = Verdict(result.measure, result.before, result.after, result.report.sparsity, _vocabulary(result), base)
+    found = Verdict(
+        result.measure, result.before, result.after, result.report.sparsity, _vocabulary(result), base, ADVICE
+    )
     title = f"{options.model} fine-tuned at {result.report.sparsity:.1%} sparsity"
     lines = (str(found), *found.warnings)
     texts = {
