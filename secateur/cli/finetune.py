@@ -168,12 +168,6 @@ def _plan(options: argparse.Namespace, kind: str, processes: int) -> Plan:
     from secateur.integrations.finetune import Plan
 
     context, evaluation, calibration, batch = CPU if kind == "cpu" else GPU
-    if None in (options.context, options.evaluation, options.batch) and os.environ.get("RANK", "0") == "0":
-        print(
-            f"secateur: on {kind} the defaults are windows of {context} tokens, {batch} at a time, {evaluation} to"
-            " evaluate on (--context, --batch, --evaluation)",
-            file=sys.stderr,
-        )
     context, batch = options.context or context, options.batch or batch
     hold = options.how == "hold"
     steps = options.steps or STEPS
@@ -195,6 +189,17 @@ def _plan(options: argparse.Namespace, kind: str, processes: int) -> Plan:
     )  # fmt: skip
 
 
+def _notice(options: argparse.Namespace, kind: str) -> str | None:
+    """The sizes that depend on the device, where one of them was not given."""
+    if None not in (options.context, options.evaluation, options.batch):
+        return None
+    context, evaluation, _, batch = CPU if kind == "cpu" else GPU
+    return (
+        f"secateur: on {kind} the defaults are windows of {context} tokens, {batch} at a time, {evaluation} to evaluate"
+        " on (--context, --batch, --evaluation)"
+    )
+
+
 def _run_in(folder: Path, options: argparse.Namespace) -> int:
     import torch
 
@@ -206,10 +211,10 @@ def _run_in(folder: Path, options: argparse.Namespace) -> int:
     execution = Execution(
         folder=folder.with_name(f"{folder.name}.checkpoints"), on_cpu=kind == "cpu",
         checkpoint_every=options.checkpoint_every, tracker=None if options.tracker == "none" else options.tracker,
-        adapt=_with_adapters if options.lora else None,
+        adapt=_with_adapters if options.lora else None, notice=_notice(options, kind),
     )  # fmt: skip
-    # Trainer would write these into the folder of checkpoints, which goes.
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder.with_name(f"{folder.name}.tensorboard")))
+    if execution.tracker == "tensorboard":  # Trainer would write into the folder of checkpoints, which goes
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder.with_name(f"{folder.name}.tensorboard")))
     result = finetune(plan, execution)
     if result is None:  # not the main process
         return 0

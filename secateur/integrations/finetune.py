@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -79,6 +80,7 @@ class Execution:
     checkpoint_every: int
     tracker: str | None
     adapt: Callable[[Any], Any] | None = None  # adds LoRA adapters that keep zeros
+    notice: str | None = None  # to show once the model and the texts are there
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ def _run(plan: Plan, execution: Execution, args: TrainingArguments, resumed: Pat
     texts = _texts(plan, tokenizer, args.world_size)
     check_context(model, plan.context)
     check_ids(model, [texts.calibration, texts.evaluation])
+    if execution.notice and args.process_index == 0:
+        print(execution.notice, file=sys.stderr)
     job = _Job(plan, execution, args, stages, task, texts, tokenizer)
     teacher = job.teacher(model)
     before = job.before(model)
