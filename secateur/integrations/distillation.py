@@ -116,8 +116,8 @@ class DistillationTrainer(Trainer):
         teacher: a model, a folder or name that `secateur.integrations.transformers.load` reads, or None for a copy of
             `model` as it is now, before it is pruned.
         temperature: divides both models' logits in the KL divergence.
-        alpha: 1 is distillation alone, 0 cross entropy alone. A copy of the model as teacher and alpha=1 give no gradient
-            until the model is pruned, so scores that read Adam's state rank by noise at first; 0.9 avoids that.
+        alpha: 1 is distillation alone, 0 cross entropy alone. A copy of the model as teacher and alpha=1 give no
+            gradient until the model is pruned, so scores that read Adam's state rank by noise at first; 0.9 avoids it.
         hidden: weight of a term on the hidden states of all layers (SquareHead). Its norm is that of one micro-batch.
         teacher_dtype: such as torch.bfloat16, which halves a teacher's memory; None leaves it as it is.
         positions: positions whose logits exist at once; None bounds their memory for any vocabulary.
