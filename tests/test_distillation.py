@@ -21,6 +21,7 @@ from secateur.errors import ModelError, SecateurError
 from secateur.integrations import distillation
 from secateur.integrations.distillation import DistillationTrainer, Mixture, chunked_loss, hidden_loss
 from tests import tiny
+from tests.test_distributed import launch
 
 IGNORED = -100
 
@@ -322,3 +323,21 @@ def test_what_cannot_be_distilled(tmp_path: Path) -> None:
 
 def test_a_chunk_fits_a_large_vocabulary() -> None:
     assert distillation.CHUNK // 256_000 >= 128
+
+
+def pair_and_rows() -> tuple[Any, Any, list[dict[str, Tensor]]]:
+    """A student, a teacher and four rows with labels of different numbers, the same in every process."""
+    torch.manual_seed(0)
+    student, teacher = (tiny.llama(initializer_range=0.3) for _ in range(2))
+    return student, teacher, rows(4, padded=True)
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    student, teacher, items = pair_and_rows()
+    changes = {"per_device_train_batch_size": 4}
+    trainer(tmp_path, student, teacher, changes, alpha=0.6, train_dataset=items).train()
+    found = launch(tmp_path / "out.pt", 2, "ddp", "fsdp", worker="tests.distillation_worker")
+    for job in ("ddp", "fsdp"):
+        for name, weight in student.named_parameters():
+            # fp32; gradients are summed in another order.
+            torch.testing.assert_close(found[job][name], weight.detach(), rtol=1e-4, atol=1e-6, msg=f"{job} {name}")
