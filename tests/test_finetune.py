@@ -210,6 +210,7 @@ def test_the_same_command_continues_a_killed_run(
     whole, again = (hf.load(name)[0].state_dict() for name in ("whole", "out"))
     assert all(torch.equal(again[name], weight) for name, weight in whole.items())
     assert "Continued from step 6." in record_of()["notes"]
+    assert "Continued from step 6." in capsys.readouterr().out
     curves = [[(e["step"], e["loss"]) for e in record_of(out)["history"] if "loss" in e] for out in ("whole", "out")]
     assert curves[0] == curves[1]
 

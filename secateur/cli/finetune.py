@@ -251,6 +251,8 @@ def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace)
     }
     # Before it is saved: should that fail, the figures are not lost.
     print(text_table(("", "value"), figures(plan, result)))
+    for note in result.notes:
+        print(note)
     save(result.model, result.tokenizer, folder, result.masks, texts, overwrite=options.overwrite)
     print(f"\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html")
     for warning in found.warnings:
