@@ -555,6 +555,9 @@ VERBS: dict[str, tuple[str, ...]] = {
               "--recipe", "--pattern"),
     "probe": ("--data", "--sparsity", "--context", "--calibration", "--memory", "--skip", "--only", "--device",
               "--stream", "--score", "--order", "--group", "--tolerance", "--shrink", "--exact", "--out"),
+    "finetune": ("--data", "--eval-data", "--sparsity", "--how", "--score", "--distill", "--no-distill", "--teacher",
+                 "--lora", "--lr", "--batch", "--accumulate", "--context", "--calibration", "--evaluation", "--seed",
+                 "--device", "--dtype", "--bf16", "--tracker", "--checkpoint-every", "--out", "--overwrite"),
     "train": ("--set", "--out", "--score", "--sparsity", "--steps", "--seed", "--device", "--optimizer", "--variant",
               "--pruning-method", "--target-sparsity", "--max-iters",
               "--budget", "--max-time", "--micro-batch", "--checkpoint-every", "--tracker", "--dry-run"),
@@ -562,13 +565,14 @@ VERBS: dict[str, tuple[str, ...]] = {
     "compare": ("--by", "--json", "--html", "--out"),
     "data": ("--out",), "bench": (), "demo": ("--out",), "inspect": ("--out",), "export": ("--out",), "scores": (),
 }  # fmt: skip
-FLAGS = ("--stream", "--overwrite", "--exact", "--dry-run", "--numbers-only")
+FLAGS = ("--stream", "--overwrite", "--exact", "--dry-run", "--numbers-only", "--distill", "--no-distill", "--lora",
+         "--bf16")  # fmt: skip
 WORDS = ("0.5", "0", "-1", "1.0", "nan", "inf", "1e400", "2", "7", "wanda", "magnitude", "sparsegpt", "2:4", "9:4",
          "block:2x2", "", " ", "é世", "*", "nothing*", "24GB", "1KB", "-5GB", "cpu", "cuda", "float32", "bfloat16",
          "lm-eval:", "x=y", "lr=", "=", "steps=1", "score=none", "sparsity=0.5", "adamw", "bitter3",
          "state", "none", "extended",
          "3/2", "1/2", "block", "joint", "reverse", "nowhere/at/all", "/dev/null", "/proc/nothing", "\x00", "--", "-h",
-         "local", "a" * 300, "score")  # fmt: skip
+         "local", "a" * 300, "score", "oneshot", "hold", "1e-3")  # fmt: skip
 
 
 @cache
@@ -600,6 +604,9 @@ def commands(draw: Draw) -> str:
         if verb in ("prune", "probe") and draw.random() < 0.8:
             words += [places[0], "--data", places[1], "--context", "8", "--calibration", "2", "--evaluation", "2"]
             words += ["--out", str(folder / "out")] if draw.random() < 0.9 else []
+        elif verb == "finetune" and draw.random() < 0.8:
+            words += [places[0], "--data", places[1], "--context", "8", "--evaluation", "2", "--batch", "1"]
+            words += ["--out", str(folder / "out")] if draw.random() < 0.9 else []
         elif draw.random() < 0.7:
             words.append(draw.choice(places))
         for _ in range(draw.randrange(4)):
@@ -609,6 +616,8 @@ def commands(draw: Draw) -> str:
                 words.append(draw.choice(WORDS) if draw.random() < 0.8 else draw.choice(places))
         if verb == "train":  # small whatever else is asked
             words += ["--dry-run"] if draw.random() < 0.7 else [*TRAIN[1:], "--out", str(folder / "run")]
+        if verb == "finetune":
+            words += draw.choice((["--steps", "2"], ["--tokens", "20"]))
         if verb in ("bench", "demo"):  # never a whole one
             words += [draw.choice(("--no-such-option", "--steps=-1", "--help"))]
         if draw.random() < 0.03:

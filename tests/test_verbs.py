@@ -90,8 +90,14 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
                 taken.setdefault(name, set()).add(verb)
     for name in ("--device", "--sparsity", "--seed", "--out", "--overwrite", "--steps"):
         assert len(found[name]) == 1 or name == "--steps", (name, found[name])
-    assert taken["--device"] == {"prune", "probe", "train", "sweep"}  # bench: in each benchmark's own parser
-    assert taken["--sparsity"] == {"prune", "probe", "train"}
+    assert taken["--device"] == {
+        "prune",
+        "probe",
+        "finetune",
+        "train",
+        "sweep",
+    }  # bench: in each benchmark's own parser
+    assert taken["--sparsity"] == {"prune", "probe", "finetune", "train"}
     assert taken["--out"] == set(VERBS) - {"scores", "bench"}
 
 
@@ -117,6 +123,9 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("probe m --order sideways", "--order must be one of joint, reverse, forward, size; got 'sideways'"),
         ("probe m --score wandda", "Did you mean 'wanda'?"),
         ("probe m --group some", "--group must be a number of layers, or block; got 'some'"),
+        ("finetune m", "the following arguments are required: --data"),
+        ("finetune m --data x --sparsity 80", "percent write 0.8"),
+        ("finetune ./missing --data builtin", "There is no folder ./missing"),
         ("train", "train needs a recipe or settings: secateur train RECIPE.toml"),
         ("train --dry-run", "train needs a recipe or settings"),
         ("train missing.toml", "Cannot read missing.toml: No such file"),
@@ -149,7 +158,7 @@ def test_a_mistake_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if words.startswith(("prune ./", "inspect ./")):
+    if words.startswith(("prune ./", "inspect ./", "finetune ./")):
         pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     try:

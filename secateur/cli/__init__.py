@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import secateur
-from secateur.cli import bench, compare, data, demo, export, inspect, probe, prune, scores, sweep, train
+from secateur.cli import bench, compare, data, demo, export, finetune, inspect, probe, prune, scores, sweep, train
 from secateur.cli.options import INTERRUPTED, INTERRUPTED_LINE, Verb
 from secateur.errors import SecateurError, nearest
 
@@ -22,6 +22,7 @@ VERBS: dict[str, Verb] = {
     "demo": demo,
     "prune": prune,
     "probe": probe,
+    "finetune": finetune,
     "train": train,
     "sweep": sweep,
     "compare": compare,

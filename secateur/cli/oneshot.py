@@ -161,9 +161,11 @@ class Verdict:
     after: float
     sparsity: float
     vocabulary: int | None  # number of tokens; None where unknown
+    base: str = "dense"  # what `before` is the figure of
+    advice: str = "Prune less (--sparsity), or try the recipe recommended and more calibration text."
 
     def __str__(self) -> str:
-        arrow = f"dense {_short(self.before)} -> {_short(self.after)} at {100 * self.sparsity:.3g} %"
+        arrow = f"{self.base} {_short(self.before)} -> {_short(self.after)} at {100 * self.sparsity:.3g} %"
         change = 100 * (self.after / self.before - 1) if self.before else math.nan
         digits = ".1f" if abs(change) < 9.95 else ",.0f"
         more = f": {change:+{digits}} %" if math.isfinite(change) else ""
@@ -173,7 +175,7 @@ class Verdict:
     def warnings(self) -> tuple[str, ...]:
         """A sentence if quality collapsed: perplexity more than doubled, or worse than guessing."""
         grown, limit = self._perplexity(self.after) / self._perplexity(self.before), self.vocabulary or math.inf
-        advice = "Prune less (--sparsity), or try the recipe recommended and more calibration text."
+        advice = self.advice
         if not math.isfinite(self.after):
             return (f"Quality collapsed: the {self.measure} is {self.after}. {advice}",)
         if self._perplexity(self.after) > limit >= self._perplexity(self.before):

@@ -201,7 +201,7 @@ def split(windows: Tensor, calibration: int | None = None, evaluation: int | Non
 def check_apart(calibration: Tensor, evaluation: Tensor) -> None:
     """Refuse windows of one side that occur anywhere in the text of the other side."""
     for some, others, name in ((calibration, evaluation, "calibration"), (evaluation, calibration, "evaluation")):
-        shared = _within(some.cpu(), others.cpu().flatten())
+        shared = rows_within(some.cpu(), others.cpu().flatten())
         if shared:
             raise TextError(
                 f"{len(shared)} of {len(some)} {name} windows are in the other text too, the first is window"
@@ -210,7 +210,7 @@ def check_apart(calibration: Tensor, evaluation: Tensor) -> None:
             )
 
 
-def _within(rows: Tensor, tokens: Tensor) -> list[int]:
+def rows_within(rows: Tensor, tokens: Tensor) -> list[int]:
     """The rows that occur in the tokens at any offset, found by hash and then compared."""
     context = rows.shape[1]
     places = tokens.numel() - context + 1

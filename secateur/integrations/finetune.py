@@ -1,0 +1,418 @@
+"""Fine-tune a language model while it becomes, or stays, sparse: the work of `secateur finetune`.
+
+Trainer does the training, so several processes, mixed precision, accumulation and trackers are its own. Checkpoints go
+to a folder beside the one that the model is saved to; the same plan continues from the last complete one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
+from transformers.trainer_callback import PrinterCallback
+
+from secateur.errors import ModelError, StateError
+from secateur.files import check_room, read_json, write
+from secateur.integrations.distillation import DistillationTrainer
+from secateur.integrations.evaluation import Task, check_context, reading, task_for
+from secateur.integrations.finetune_data import Texts, Windows, read_texts
+from secateur.integrations.folder import load, save, saved_bytes
+from secateur.integrations.transformers import PrunerCallback
+from secateur.model.mask_files import load_masks
+from secateur.model.prunable import find_prunable
+from secateur.oneshot.batches import check_ids
+from secateur.oneshot.prune import prune
+from secateur.progress import Stage, Stages
+from secateur.pruner import Pruner
+from secateur.report import Report
+
+PLAN, BEFORE, COMPLETE, PRUNED = "plan.json", "before.json", "complete", "pruned"  # in the folder of checkpoints
+CHECKPOINT = "checkpoint-"
+KEPT = 2  # checkpoints
+EVALUATIONS = 5  # of the held-out windows while training
+POINTS = 200  # of the loss in the history
+PROMPT, ANSWER = 32, 48  # tokens of the texts that are generated before and after
+TEXTS = 2  # such texts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What decides the result of a run; only the same plan can be continued."""
+
+    model: str
+    data: str
+    eval_data: str | None
+    how: str
+    sparsity: float | None  # None: hold the zeros the model has
+    score: str
+    recipe: Mapping[str, Any]  # of secateur.prune, for "oneshot"
+    distill: bool
+    alpha: float  # share of the distance to the teacher in the loss; the rest is cross entropy
+    teacher: str | None  # None: the model itself, dense
+    lora: bool
+    steps: int
+    batch: int
+    accumulate: int
+    context: int
+    calibration: int
+    evaluation: int
+    lr: float
+    seed: int
+    dtype: str  # of the weights while they train
+    bf16: bool  # mixed precision
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Where and how a plan runs; it may differ when a run is continued."""
+
+    folder: Path  # of the checkpoints
+    on_cpu: bool
+    checkpoint_every: int
+    tracker: str | None
+    adapt: Callable[[Any], Any] | None = None  # adds LoRA adapters that keep zeros
+    notice: str | None = None  # to show once the model and the texts are there
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leads to. `before` is the figure of the dense model, or of the one given if zeros are held."""
+
+    model: Any
+    tokenizer: Any
+    report: Report
+    masks: Mapping[str, Tensor]
+    measure: str
+    before: float
+    after: float
+    evaluated: int  # windows held out
+    history: Sequence[Mapping[str, Any]]  # Trainer's log
+    texts: Sequence[tuple[str, str, str]]  # prompt, what the model wrote before, and after
+    stages: tuple[Stage, ...]
+    notes: tuple[str, ...]
+
+
+def world_size(on_cpu: bool) -> int:
+    """The number of processes that torchrun or accelerate started; connects them."""
+    return TrainingArguments("unused", use_cpu=on_cpu, report_to="none").world_size
+
+
+def finetune(plan: Plan, execution: Execution) -> Result | None:
+    """Run a plan, or continue it; the result in the main process, None in the others."""
+    args = _arguments(plan, execution)
+    resumed = _claim_plan(plan, execution.folder, args.process_index == 0)
+    try:
+        return _run(plan, execution, args, resumed)
+    except Exception:
+        if not _has_work(execution.folder):  # a mistake, such as a text that is not there
+            remove_checkpoints(execution.folder)
+        raise
+
+
+def _run(plan: Plan, execution: Execution, args: TrainingArguments, resumed: Path | None) -> Result | None:
+    stages = Stages(args.device, show=args.process_index == 0)
+    with stages.stage("load"):
+        model, tokenizer = load(plan.model)
+    stored = model.dtype
+    model = model.to(device=args.device, dtype=getattr(torch, plan.dtype))
+    task = _checked_task(plan, model, tokenizer)
+    check_room(execution.folder, _needed_bytes(plan, execution, model))
+    texts = _texts(plan, tokenizer, args.world_size)
+    check_context(model, plan.context)
+    check_ids(model, [texts.calibration, texts.evaluation])
+    if execution.notice and args.process_index == 0:
+        print(execution.notice, file=sys.stderr)
+    job = _Job(plan, execution, args, stages, task, texts, tokenizer)
+    teacher = job.teacher(model)
+    before = job.before(model)
+    callback = job.sparsify(model)
+    if execution.adapt is not None:
+        set_seed(plan.seed)  # adapters begin at random
+        model = execution.adapt(model)
+    trainer = job.trainer(model, teacher, callback)
+    with stages.stage("fine-tune", plan.steps) as tick:
+        trainer.add_callback(_Steps(tick))
+        trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
+    return job.finish(trainer, callback, before, stored, resumed)
+
+
+def last_complete(folder: Path) -> Path | None:
+    """The newest checkpoint that was written to its end."""
+    found = [path for path in folder.glob(f"{CHECKPOINT}*") if (path / COMPLETE).is_file()]
+    return max(found, key=lambda path: int(path.name.removeprefix(CHECKPOINT)), default=None)
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints of a run whose model is saved."""
+    if (folder / PLAN).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _arguments(plan: Plan, execution: Execution) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(execution.folder),
+        use_cpu=execution.on_cpu,
+        max_steps=plan.steps,
+        per_device_train_batch_size=plan.batch,
+        per_device_eval_batch_size=plan.batch,
+        gradient_accumulation_steps=plan.accumulate,
+        learning_rate=plan.lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, round(plan.steps / 15)),
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        bf16=plan.bf16,
+        seed=plan.seed,
+        eval_strategy="steps",
+        eval_steps=-(-plan.steps // EVALUATIONS),
+        prediction_loss_only=True,
+        logging_steps=-(-plan.steps // POINTS),
+        save_strategy="steps",
+        save_steps=execution.checkpoint_every,
+        save_total_limit=KEPT,
+        report_to=execution.tracker or "none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=not execution.on_cpu,
+    )
+
+
+def _has_work(folder: Path) -> bool:
+    """Whether there is something to continue from."""
+    return last_complete(folder) is not None or (folder / PRUNED).is_dir()
+
+
+def _claim_plan(plan: Plan, folder: Path, main: bool) -> Path | None:
+    """The checkpoint to continue from. Refuses a folder in which another plan has got somewhere."""
+    mine = json.loads(json.dumps(asdict(plan)))
+    begun = mine
+    if (folder / PLAN).exists():
+        begun = read_json(folder / PLAN, dict, StateError, f"Remove {folder}, and start again.")
+    odd = sorted(name for name in mine.keys() | begun.keys() if begun.get(name) != mine.get(name))
+    if odd and _has_work(folder):
+        changed = ", ".join(f"{name} {begun.get(name)} (now {mine.get(name)})" for name in odd)
+        raise StateError(
+            f"{folder} holds a run that began with other settings: {changed}. Finish it with the command that began"
+            " it, remove that folder, or name another --out."
+        )
+    if main:
+        if odd:
+            remove_checkpoints(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / PLAN, json.dumps(mine, indent=2) + "\n")
+    return last_complete(folder)
+
+
+def _checked_task(plan: Plan, model: Any, tokenizer: Any) -> Task:
+    task = task_for(model, tokenizer)
+    if task.measure != "perplexity":
+        raise ModelError(
+            f"{type(model).__name__} is no causal language model, and the command line fine-tunes those alone. From"
+            " Python: transformers.Trainer or DistillationTrainer with callbacks=[PrunerCallback(sparsity=...)]."
+        )
+    if plan.how == "hold" and not any((one.parameter == 0).any() for one in find_prunable(model)[0]):
+        raise ModelError(
+            f"{plan.model} has no zeros to hold. Prune it first (secateur prune), or use --how gradual or oneshot."
+        )
+    return task
+
+
+def _needed_bytes(plan: Plan, execution: Execution, model: Any) -> int:
+    """The model, and its checkpoints: weights and two moments each, one more than are kept while one is written."""
+    checkpoints = min(KEPT + 1, -(-plan.steps // execution.checkpoint_every))
+    weights = saved_bytes(model)
+    return weights * (1 + (plan.how == "oneshot") + (1 if plan.lora else 3 * checkpoints))
+
+
+def _texts(plan: Plan, tokenizer: Any, processes: int) -> Texts:
+    needed = plan.steps * plan.batch * plan.accumulate * processes
+    return read_texts(
+        tokenizer, plan.data, plan.eval_data, context=plan.context, needed=needed, calibration=plan.calibration,
+        evaluation=plan.evaluation,
+    )  # fmt: skip
+
+
+@dataclass
+class _Before:
+    """The model before: its figure on the held-out windows, and what it wrote."""
+
+    figure: float
+    prompts: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The stages of one run."""
+
+    plan: Plan
+    execution: Execution
+    args: TrainingArguments
+    stages: Stages
+    task: Task
+    texts: Texts
+    tokenizer: Any
+
+    @property
+    def main(self) -> bool:
+        return bool(self.args.process_index == 0)
+
+    def before(self, model: Any) -> _Before:
+        """Evaluate the model as it was loaded, or read what an interrupted run found."""
+        path = self.execution.folder / BEFORE
+        if path.exists():
+            return _Before(**read_json(path, dict, StateError, f"Remove {path}, and run it again."))
+        figure = self._judge(model, "before")
+        prompts, written = self._write(model)
+        found = _Before(figure, prompts, written)
+        if self.main:
+            write(path, json.dumps(asdict(found)) + "\n")
+        return found
+
+    def teacher(self, model: Any) -> Any:
+        """A frozen copy of the dense model, or the teacher that was named."""
+        if not self.plan.distill:
+            return None
+        teacher = load(self.plan.teacher)[0] if self.plan.teacher else copy.deepcopy(model)
+        return teacher.to(torch.bfloat16) if self.plan.bf16 else teacher
+
+    def sparsify(self, model: Any) -> PrunerCallback | None:
+        """Prune once if asked; the callback that prunes or holds zeros from there on (adapters need none)."""
+        plan = self.plan
+        if plan.how == "gradual":
+            return PrunerCallback(score=plan.score, sparsity=plan.sparsity)
+        masks: Any = "zeros"
+        if plan.how == "oneshot":
+            masks = self._prune_once(model)
+        return None if plan.lora else PrunerCallback(sparsity=None, masks=masks)
+
+    def _prune_once(self, model: Any) -> dict[str, Tensor]:
+        """Prune after training, or load what an interrupted run had pruned."""
+        folder = self.execution.folder / PRUNED
+        if folder.is_dir():
+            model.load_state_dict(load(folder, dtype=model.dtype)[0].state_dict())
+            return load_masks(folder)
+        plan, several = self.plan, self.args.world_size > 1
+        batches = self.task.batches(self.texts.calibration, plan.batch)
+        outcome = prune(
+            model, batches, sparsity=plan.sparsity, progress=self.main, distributed=True if several else None,
+            **plan.recipe,
+        )  # fmt: skip
+        if self.main:
+            save(model, self.tokenizer, folder, outcome.masks, {})
+        return dict(outcome.masks)
+
+    def trainer(self, model: Any, teacher: Any, callback: PrunerCallback | None) -> Trainer:
+        options: dict[str, Any] = {
+            "train_dataset": self.texts.train,
+            "eval_dataset": Windows(self.texts.evaluation),
+            "data_collator": default_data_collator,
+            "callbacks": [] if callback is None else [callback],
+        }
+        model.config.use_cache = False
+        if teacher is None:
+            trainer = Trainer(model, self.args, **options)
+        else:
+            trainer = DistillationTrainer(model, self.args, teacher=teacher, alpha=self.plan.alpha, **options)
+        if self.plan.lora and trainer.is_fsdp_enabled:
+            raise ModelError("--lora does not work with FSDP. Use DDP: adapters need little memory.")
+        trainer.remove_callback(PrinterCallback)  # it prints to stdout, where results go
+        return trainer
+
+    def finish(
+        self, trainer: Trainer, callback: PrunerCallback | None, before: _Before, stored: torch.dtype, resumed: Any
+    ) -> Result | None:
+        """Evaluate what was trained, in the dtype it is saved in."""
+        model = self._trained(trainer)
+        masks = self._masks(model, callback)
+        if not self.main:
+            return None
+        model = model.to(stored).eval()
+        model.config.use_cache = True
+        after = self._judge(model, "after")
+        written = self._write(model)[1]
+        if callback is None:
+            optimizer = torch.optim.SGD(model.parameters())
+            report = Pruner(model, optimizer, masks=masks, sparsity=None).report()
+        else:
+            report = callback.report()
+        notes = self.texts.notes
+        if resumed:
+            notes = (*notes, f"Continued from step {resumed.name.removeprefix(CHECKPOINT)}.")
+        return Result(
+            model=model, tokenizer=self.tokenizer, report=report, masks=masks, measure=self.task.measure,
+            before=before.figure, after=after, evaluated=len(self.texts.evaluation), history=trainer.state.log_history,
+            texts=list(zip(before.prompts, before.written, written, strict=True)), stages=tuple(self.stages.done),
+            notes=notes,
+        )  # fmt: skip
+
+    def _trained(self, trainer: Trainer) -> Any:
+        """The model alone and whole, with adapters merged."""
+        if trainer.is_fsdp_enabled:
+            state = trainer.accelerator.get_state_dict(trainer.model)  # whole in the main process, empty in others
+            if self.main:
+                whole = load(self.plan.model)[0].to(getattr(torch, self.plan.dtype))
+                whole.load_state_dict(state)
+                return whole.to(self.args.device)
+            return None
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        return model.merge_and_unload().requires_grad_(True) if self.plan.lora else model
+
+    def _masks(self, model: Any, callback: PrunerCallback | None) -> dict[str, Tensor]:
+        """Whole masks; every process must ask, because shards are gathered."""
+        if callback is None:
+            return {one.name: one.parameter.detach() != 0 for one in find_prunable(model)[0]}
+        masks = callback.pruner.masks
+        return {name: mask.full_tensor() if hasattr(mask, "full_tensor") else mask for name, mask in masks.items()}
+
+    def _judge(self, model: Any, when: str) -> float:
+        windows = self.texts.evaluation
+        batches = -(-len(windows) // self.plan.batch)
+        with reading(model), self.stages.stage(f"{self.task.measure} {when}", batches) as tick:
+            return self.task.judge(model, windows, batch=self.plan.batch, progress=lambda *_: tick())
+
+    @torch.no_grad()
+    def _write(self, model: Any) -> tuple[list[str], list[str]]:
+        """The beginnings of some held-out windows, and how the model continues them (greedy)."""
+        if not model.can_generate():
+            return [], []
+        size = min(PROMPT, max(1, self.plan.context // 2))
+        prompts = self.texts.evaluation[:: max(1, len(self.texts.evaluation) // TEXTS)][:TEXTS, :size].to(model.device)
+        end = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        with self.stages.stage("generate"):
+            found = model.generate(
+                prompts, attention_mask=torch.ones_like(prompts), do_sample=False, pad_token_id=end or 0,
+                max_new_tokens=min(ANSWER, max(1, self.plan.context - size)), max_length=None,
+                temperature=None, top_p=None, top_k=None,
+            )  # fmt: skip
+        decode = self.tokenizer.batch_decode
+        return decode(prompts, skip_special_tokens=True), decode(found[:, size:], skip_special_tokens=True)
+
+
+class _Steps(TrainerCallback):
+    """Shows progress, and marks checkpoints that are written to their end."""
+
+    def __init__(self, tick: Callable[[], None]) -> None:
+        self._tick = tick
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        for _ in range(state.global_step):
+            self._tick()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._tick()
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if args.should_save:
+            write(Path(args.output_dir) / f"{CHECKPOINT}{state.global_step}" / COMPLETE, "")

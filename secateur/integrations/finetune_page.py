@@ -1,0 +1,160 @@
+"""Reports of `secateur finetune`: Markdown, JSON, and a page with curves and texts from before and after."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from secateur.integrations.finetune import Plan, Result
+from secateur.report import heat_map, html_page, html_table, markdown_table
+
+Points = Sequence[tuple[float, float]]
+
+BLUE = "#2563eb"
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 520, 250, 62, 34, 14  # of a chart, and its margins
+TICKS = 4
+
+
+def perplexities(history: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """Held-out perplexity by step."""
+    return [(step, math.exp(min(loss, 700.0))) for step, loss in curve(history, "eval_loss")]
+
+
+def curve(history: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
+    """What Trainer logged under a name, by step."""
+    return [(float(entry["step"]), float(entry[name])) for entry in history if name in entry]
+
+
+def figures(plan: Plan, result: Result) -> list[tuple[str, str]]:
+    """The run in a table: what it reached, and with which settings."""
+    base = "dense" if plan.how != "hold" else "before"
+    tokens = plan.steps * plan.batch * plan.accumulate * plan.context
+    loss = f"distillation (alpha {plan.alpha:g})" if plan.distill else "cross entropy"
+    rows = [
+        (f"held-out {result.measure}, {base}", f"{result.before:,.6g}"),
+        (f"held-out {result.measure}, fine-tuned", f"{result.after:,.6g}"),
+        ("ratio", f"{result.after / result.before:.4f}" if result.before else "-"),
+        ("sparsity, of the prunable weights", f"{result.report.sparsity:.4%}"),
+        ("of the whole model", f"{result.report.model_sparsity:.4%}"),
+        ("how", f"{plan.how}{', LoRA' if plan.lora else ''}, {loss}"),
+        ("trained", f"{plan.steps:,} steps of {plan.batch * plan.accumulate} x {plan.context} tokens ({tokens:,} in"
+                    " each process)"),
+        ("learning rate", f"{plan.lr:g}"),
+        ("evaluated on", f"{result.evaluated} windows of {plan.context} tokens that never trained"),
+        ("seed", str(plan.seed)),
+    ]  # fmt: skip
+    return [*rows, *((f"seconds, {stage.name}", f"{stage.seconds:.1f}") for stage in result.stages)]
+
+
+def to_markdown(title: str, lines: Sequence[str], plan: Plan, result: Result, command: str) -> str:
+    """The verdict, the table of figures, the texts and every tensor."""
+    parts = [f"# {title}", *lines, *result.notes, f"```bash\n{command}\n```"]
+    parts.append(markdown_table(("", "value"), figures(plan, result)))
+    for prompt, before, after in result.texts:
+        parts += [f"Prompt: {_quoted(prompt)}", f"Before: {_quoted(before)}", f"After: {_quoted(after)}"]
+    return "\n\n".join((*parts, result.report.to_markdown())) + "\n"
+
+
+def to_json(lines: Sequence[str], plan: Plan, result: Result, command: str) -> str:
+    """Everything: plan, figures, Trainer's log, texts and every tensor."""
+    found = {
+        "verdict": lines[0],
+        "notes": [*lines[1:], *result.notes],
+        "command": command,
+        "plan": asdict(plan),
+        "measure": result.measure,
+        "before": _finite(result.before),
+        "after": _finite(result.after),
+        "stages": [asdict(stage) for stage in result.stages],
+        "texts": [dict(zip(("prompt", "before", "after"), text, strict=True)) for text in result.texts],
+        "history": [{name: _finite(value) for name, value in entry.items()} for entry in result.history],
+    }
+    return json.dumps({**json.loads(result.report.to_json()), **found}, indent=2) + "\n"
+
+
+def to_html(title: str, lines: Sequence[str], plan: Plan, result: Result, command: str) -> str:
+    """The page: figures, curves, texts side by side, and sparsity by layer. It fetches nothing."""
+    held_out = perplexities(result.history)
+    ratios = [(0.0, 1.0), *((step, value / result.before) for step, value in held_out)] if result.before else []
+    base = "the dense model's" if plan.how != "hold" else "that before fine-tuning"
+    charts = [
+        _figure("Loss", "Of training batches, by step.", curve(result.history, "loss")),
+        _figure("Sparsity", "Of the prunable weights, by step.", curve(result.history, "sparsity")),
+        _figure("Distance from dense" if plan.how != "hold" else "Progress",
+                f"Held-out perplexity over {base}, by step; 1 is equal.", ratios),
+    ]  # fmt: skip
+    texts = "".join(
+        f"<tr>{''.join(f'<td><pre>{html.escape(part)}</pre></td>' for part in text)}</tr>" for text in result.texts
+    )
+    heads = "".join(f'<th style="text-align:left">{name}</th>' for name in ("prompt", "before", "after"))
+    layers = heat_map([(row.name, row.sparsity) for row in result.report.tensors])
+    body = [
+        f"<p><strong>{html.escape(lines[0])}</strong></p>",
+        *(f'<p class="warning">{html.escape(line)}</p>' for line in lines[1:]),
+        f"<pre>{html.escape(command)}</pre>",
+        html_table(("", "value"), figures(plan, result)),
+        f'<div class="figures">{"".join(charts)}</div>',
+        f"<h2>Text before and after</h2><p>The likeliest continuation of held-out text.</p>"
+        f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{texts}</tbody></table></div>'
+        if texts
+        else "",
+        f"<h2>Sparsity by layer</h2>{layers}",
+        *(f"<p>{html.escape(note)}</p>" for note in result.notes),
+    ]
+    return html_page(title, "".join(body), f"Seed {plan.seed}: one run, not a comparison.")
+
+
+def chart(points: Points) -> str:
+    """A line chart as SVG, drawn without a plotting library; points that are not finite are left out."""
+    points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    if not points:
+        return "<p>Nothing was logged.</p>"
+    xs, ys = zip(*points, strict=True)
+    (left, right), (low, high) = _span(xs), _span(ys)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (x - left) / (right - left) * (WIDTH - LEFT - 10)
+        return across, HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - BOTTOM - TOP)
+
+    marks = []
+    for number in range(TICKS + 1):
+        x, y = (a + (b - a) * number / TICKS for a, b in ((left, right), (low, high)))
+        across, height = place(x, y)
+        marks.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{height:.1f}" y2="{height:.1f}" stroke="#e5e7eb"/>'
+            f'<text x="{LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{y:.4g}</text>'
+            f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{x:.4g}</text>'
+        )
+    line = " ".join(f"{across:.1f},{height:.1f}" for across, height in (place(x, y) for x, y in points))
+    dots = ""
+    if len(points) <= 12:
+        dots = "".join(
+            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{BLUE}"/>' for a, b in (place(*p) for p in points)
+        )
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="system-ui, sans-serif" font-size="11"'
+        f' fill="#4b5563">{"".join(marks)}'
+        f'<polyline points="{line}" fill="none" stroke="{BLUE}" stroke-width="1.6"/>{dots}</svg>'
+    )
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def _figure(title: str, text: str, points: Points) -> str:
+    return f"<figure><h2>{html.escape(title)}</h2><p>{html.escape(text)}</p>{chart(points)}</figure>"
+
+
+def _quoted(text: str) -> str:
+    return f"`` {' '.join(text.split()).replace('``', '')} ``"
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity; a ruined model has one."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,278 @@
+"""`secateur finetune` from beginning to end, on a model made here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+from secateur.cli import main
+from secateur.errors import TextError
+from secateur.integrations import finetune as work
+from secateur.integrations import transformers as hf
+from secateur.integrations.finetune_data import read_texts
+from tests import tiny
+from tests.damage import refused
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "box"]
+
+
+def text(seed: int, words: int = 4000) -> str:
+    draw = torch.Generator().manual_seed(seed)
+    return " ".join(
+        f"{WORDS[n]}{n * seed % 7}" for n in torch.randint(0, len(WORDS), (words,), generator=draw).tolist()
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    tiny.llama(initializer_range=0.2).save_pretrained("model")
+    tiny.tokenizer().save_pretrained("model")
+    for seed, name in enumerate(("one", "two")):
+        Path(f"{name}.txt").write_text(text(seed), encoding="utf-8")
+    return tmp_path
+
+
+def run(*words: str, model: str = "model", steps: str | None = "12", out: str = "out") -> int:
+    sizes = ["--context", "16", "--evaluation", "5", "--batch", "2", "--device", "cpu", "--out", out]
+    sizes += [] if steps is None else ["--steps", steps]
+    return main(["finetune", model, "--data", "one.txt", *sizes, *words])
+
+
+def record_of(out: str = "out") -> Any:
+    return json.loads((Path(out) / "report.json").read_text())
+
+
+def zeros(out: str = "out") -> tuple[int, int]:
+    """How many weights the masks say are gone, and how many of those are zero."""
+    model, masks = hf.load(out)[0], hf.load_masks(out)
+    gone = sum(int((~mask).sum()) for mask in masks.values())
+    return gone, sum(int((model.get_parameter(name)[~mask] == 0).sum()) for name, mask in masks.items())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--sparsity", "0.5"),
+        ("--sparsity", "0.8", "--no-distill", "--score", "magnitude"),
+        ("--how", "oneshot", "--sparsity", "0.5", "--calibration", "4"),
+        ("--how", "oneshot", "--sparsity", "0.5", "--lora", "--accumulate", "2"),
+        ("--eval-data", "two.txt", "--sparsity", "0.25", "--seed", "3"),
+    ],
+    ids=" ".join,
+)
+def test_a_model_goes_in_and_a_sparse_one_comes_out(
+    folder: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words) == 0
+    said, record = capsys.readouterr(), record_of()
+    asked = float(words[words.index("--sparsity") + 1])
+    gone, still = zeros()
+    assert gone == still == record["pruned"] == round(asked * record["prunable"])
+    last = said.out.splitlines()[-1]
+    assert last == record["verdict"]
+    assert last.startswith(f"Perplexity: dense {record['before']:.3g} -> {record['after']:.3g} at {100 * asked:.3g} %")
+    model, tokenizer = hf.load("out")
+    source = "two.txt" if "--eval-data" in words else "one.txt"
+    texts = read_texts(tokenizer, source, None, context=16, needed=1, calibration=1, evaluation=5)
+    assert hf.perplexity(model, texts.evaluation, batch=2) == pytest.approx(record["after"], rel=1e-5)
+    assert hf.perplexity(hf.load("model")[0], texts.evaluation) == pytest.approx(record["before"], rel=1e-5)
+    steps = [entry["step"] for entry in record["history"] if "eval_loss" in entry]
+    assert steps[-1] == 12
+    page = Path("out", "report.html").read_text()
+    assert page.count("<svg") == 3 - ("--lora" in words)  # adapters do not change the sparsity
+    assert all(word in page for word in ("Text before and after", last.replace(">", "&gt;"), "secateur finetune"))
+    assert last in Path("out", "report.md").read_text()
+    assert "held-out perplexity, fine-tuned" in said.out
+    assert sorted(path.name for path in folder.iterdir()) == ["model", "one.txt", "out", "two.txt"]
+
+
+def test_training_helps(folder: Path) -> None:
+    """Cross entropy on text of thirteen words, pruned to a quarter: better than the untrained dense model."""
+    assert run("--no-distill", "--sparsity", "0.25", "--lr", "1e-2", steps="60") == 0
+    record = record_of()
+    assert record["after"] < 0.7 * record["before"]
+    sparsity = [entry["sparsity"] for entry in record["history"] if "sparsity" in entry]
+    assert sparsity == sorted(sparsity)
+    assert sparsity[0] < sparsity[-1] == pytest.approx(0.25, abs=1e-3)
+
+
+def test_text_that_is_held_out_never_trains(folder: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    sizes: Any = {"context": 16, "needed": 40, "calibration": 3, "evaluation": 5}
+    found = read_texts(tokenizer, "one.txt", None, **sizes)
+    longer = read_texts(tokenizer, "one.txt", None, **{**sizes, "needed": 80})
+    assert torch.equal(found.evaluation, longer.evaluation)  # whatever the length of the run
+    assert torch.equal(found.calibration, found.train.rows[:3])  # type: ignore[attr-defined]
+    whole = Path("one.txt").read_text()
+    Path("again.txt").write_text(whole[:400] + tokenizer.decode(found.evaluation[1]) + whole[400:])
+    again = read_texts(tokenizer, "again.txt", None, **sizes)
+    assert "occur in both texts" in again.notes[0]
+    rows = {tuple(item["input_ids"].tolist()) for item in again.train}  # type: ignore[attr-defined]
+    assert not rows & set(map(tuple, again.evaluation.tolist()))
+    Path("copy.txt").write_text(Path("one.txt").read_text())
+    with pytest.raises(TextError, match="All 5 windows held out occur in the text to train on, so no text is left"):
+        read_texts(tokenizer, "one.txt", "copy.txt", **sizes)
+    with pytest.raises(TextError, match="--eval-data is the text of --data"):
+        read_texts(tokenizer, "one.txt", "one.txt", **sizes)
+    Path("short.txt").write_text("a few words only, and no more than that, so few")
+    with pytest.raises(TextError, match="short.txt has 0 windows of 16 tokens to train on beside 5 held out, and 1"):
+        read_texts(tokenizer, "short.txt", None, **sizes)
+    with pytest.raises(TextError, match="short.txt has 2 windows of 16 tokens to evaluate on, and 5 are needed"):
+        read_texts(tokenizer, "one.txt", "short.txt", **sizes)
+    few = read_texts(tokenizer, "one.txt", None, **{**sizes, "needed": 10**6})
+    assert "windows to train on, each seen" in few.notes[-1]
+
+
+def test_a_dataset_is_streamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    datasets.disable_progress_bars()
+    monkeypatch.setenv("HF_HOME", str(folder / "hf"))
+    Path("rows").mkdir()
+    lines = [json.dumps({"text": text(seed, 60)}) for seed in range(40)]
+    Path("rows", "train.jsonl").write_text("\n".join(lines))
+    sizes: Any = {"context": 16, "needed": 30, "calibration": 3, "evaluation": 5}
+    found = read_texts(tiny.tokenizer(), "dataset:rows", None, **sizes)
+    first, second = (torch.stack([item["labels"] for item in found.train]) for _ in range(2))  # type: ignore[attr-defined]
+    assert torch.equal(first, second)
+    assert torch.equal(first[:3], found.calibration)
+    held_out = set(map(tuple, found.evaluation.tolist()))
+    assert held_out
+    assert not held_out & set(map(tuple, first.tolist()))
+    assert run("--data", "dataset:rows", "--tokens", "200", "--sparsity", "0.5", steps=None) == 0
+    assert record_of()["plan"]["steps"] == 7  # of 2 windows of 16 tokens, rounded up
+
+
+def test_zeros_are_held(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--how", "hold") == 2
+    assert "model has no zeros to hold. Prune it first" in refused(capsys, 2)
+    sizes = ["--context", "16", "--calibration", "4", "--evaluation", "4", "--device", "cpu"]
+    assert main(["prune", "model", "--data", "one.txt", *sizes, "--recipe", "magnitude", "--out", "sparse"]) == 0
+    for words in ([], ["--lora", "--teacher", "model"]):
+        assert run("--how", "hold", *words, "--overwrite", model="sparse", steps="4") == 0
+        before, after = hf.load_masks("sparse"), hf.load_masks("out")
+        assert all(torch.equal(before[name], mask) for name, mask in after.items())
+        assert before.keys() == after.keys()
+        assert zeros()[0] == zeros()[1] > 0
+        record = record_of()
+        assert record["verdict"].startswith(f"Perplexity: before {record['before']:.3g} -> ")
+        assert record["after"] != record["before"]
+        assert record["plan"]["distill"] is bool(words)
+        assert Path("out", "report.md").read_text()
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("how", ["gradual", "oneshot", "lora"])
+def test_the_same_command_continues_a_killed_run(
+    how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"gradual": [], "oneshot": ["--how", "oneshot"], "lora": ["--how", "oneshot", "--lora"]}[how]
+    words = [*words, "--sparsity", "0.5", "--checkpoint-every", "3"]
+    assert run(*words, out="whole") == 0
+    step = work._Steps.on_step_end
+
+    def killed(self: Any, args: Any, state: Any, control: Any, **others: Any) -> None:
+        step(self, args, state, control, **others)
+        if state.global_step == 8:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work._Steps, "on_step_end", killed)
+        with pytest.raises(Killed):
+            run(*words)
+    assert not Path("out").exists()
+    left = Path("out.checkpoints")
+    assert work.last_complete(left) == left / "checkpoint-6"
+    shutil.copytree(left / "checkpoint-6", left / "checkpoint-7")  # killed while it was written
+    (left / "checkpoint-7" / work.COMPLETE).unlink()
+    (left / "checkpoint-7" / "trainer_state.json").unlink()
+    capsys.readouterr()
+    assert run(*words, "--lr", "0.5") == 2
+    said = refused(capsys, 2)
+    assert "out.checkpoints holds a run that began with other settings: lr " in said
+    assert "(now 0.5)" in said
+    monkeypatch.setattr(work._Job, "_judge", once(work._Job._judge))  # the figure before is not measured again
+    assert run(*words) == 0
+    assert not left.exists()
+    whole, again = (hf.load(name)[0].state_dict() for name in ("whole", "out"))
+    assert all(torch.equal(again[name], weight) for name, weight in whole.items())
+    assert "Continued from step 6." in record_of()["notes"]
+    assert "Continued from step 6." in capsys.readouterr().out
+    curves = [[(e["step"], e["loss"]) for e in record_of(out)["history"] if "loss" in e] for out in ("whole", "out")]
+    assert curves[0] == curves[1]
+
+
+def once(function: Any) -> Any:
+    calls: list[int] = []
+
+    def checked(*given: Any) -> Any:
+        calls.append(1)
+        assert len(calls) == 1
+        return function(*given)
+
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--sparsity 80", "percent write 0.8"),
+        ("--sparsity 1", "in [0, 1); got 1.0"),
+        ("--tokens 100", "--steps and --tokens both say how long to train"),
+        ("--score varance", "Did you mean 'variance'?"),
+        ("--how hold --sparsity 0.5", "--how hold keeps the zeros that the model has: --sparsity would do nothing"),
+        ("--how hold --distill", "--how hold has no dense model to distill from. Name one with --teacher"),
+        ("--how sideways", "invalid choice: 'sideways'"),
+        ("--lora", "--lora trains adapters on a pruned model. Use --how oneshot"),
+        ("--calibration 3", "--calibration is for --how oneshot"),
+        ("--teacher model --no-distill", "--teacher is for distillation, and --no-distill turns it off"),
+        ("--alpha 0.5 --no-distill", "--alpha is for distillation, and --no-distill turns it off"),
+        ("--alpha 0", "must be a number above 0 and up to 1, got '0'"),
+        ("--alpha all", "must be a number above 0 and up to 1, got 'all'"),
+        ("--how hold --alpha 0.5", "--how hold has no dense model to distill from"),
+        ("--lr 0", "must be a positive number such as 1e-3, got '0'"),
+        ("--lr fast", "must be a positive number such as 1e-3, got 'fast'"),
+        ("--data missing.txt", "There is no file missing.txt"),
+        ("--data model", "model is a folder. Give one text file"),
+        ("--eval-data one.txt", "--eval-data is the text of --data"),
+        ("--evaluation 100000", "windows of 16 tokens to train on beside 100000 held out"),
+        ("--out model", "model is not empty"),
+        ("--out model --overwrite", "would replace the model that is fine-tuned"),
+        ("--out one.txt", "one.txt is a file"),
+        ("--out one.txt/out", "Nothing can be written in"),
+        ("--device nowhere", "--device nowhere: there is no such device here"),
+        ("--tracker trackio", "--tracker trackio: it is not installed"),
+        ("--steps none", "must be a whole number of at least 1, got 'none'"),
+        ("--teacher ./gone", "There is no folder ./gone"),
+    ],
+)
+def test_what_is_said(folder: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = run(*words.split())
+    except SystemExit as left:
+        code = int(left.code or 0)
+    assert message in refused(capsys, code)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"model", "one.txt", "two.txt"}
+
+
+def test_models_that_are_not_causal_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    tiny.bert().save_pretrained("masked")
+    tokenizer.save_pretrained("masked")
+    assert "BertForMaskedLM is no causal language model" in refused(capsys, run(model="masked"))
+    assert "There is no folder ./nowhere" in refused(capsys, run(model="./nowhere"))
