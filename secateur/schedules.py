@@ -117,6 +117,9 @@ def late_cubic(sparsity: float, *, begin: int, end: int) -> Ramp:
     return _ramp(sparsity, begin, end, _late_cubic)
 
 
+RAMPS: dict[str, Callable[..., Ramp]] = {"cubic": cubic, "late_cubic": late_cubic, "linear": linear}
+
+
 def as_schedule(sparsity: float | Schedule) -> Schedule:
     """A number as a constant schedule; a callable unchanged."""
     return sparsity if callable(sparsity) else constant(sparsity)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import secateur as sc
 from secateur.errors import FactError, OptimizerError, PatternError, ScheduleError, ScoreError, StateError
-from secateur.integrations.pruner_files import PRUNER, gathered, read_pruner, write_pruner
+from secateur.integrations.pruner_files import PRUNER, read_pruner, write_pruner
 from secateur.integrations.pruning import ramp, spacing
 from secateur.selection.masks import pack
 from tests import tiny
@@ -168,7 +168,7 @@ def empty(file: Path) -> None:
 
 def exchange(file: Path) -> None:
     other = torch.nn.Linear(8, 8)
-    write_pruner(file, gathered(sc.Pruner(other, torch.optim.AdamW(other.parameters()))))
+    write_pruner(file, sc.Pruner(other, torch.optim.AdamW(other.parameters())).for_checkpointing().state_dict())
 
 
 def reshape(file: Path) -> None:

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from secateur.errors import OptimizerError, StateError
-from secateur.integrations.pruner_files import PRUNER, gathered, read_pruner, restore, write_pruner
+from secateur.integrations.pruner_files import PRUNER, read_pruner, restore, write_pruner
 from secateur.pruner import Handles, Pruner
 
 __all__ = ["load_pruner", "prepare", "save_pruner"]
@@ -63,7 +63,7 @@ def save_pruner(accelerator: Accelerator, pruner: Pruner, folder: str | os.PathL
     """Write the Pruner's state to `pruner.safetensors` in a folder. All processes must call it: shards are gathered,
     and the main process writes (on every node if the Accelerator's project saves on each)."""
     _check(accelerator, pruner)
-    state = gathered(pruner)
+    state = pruner.for_checkpointing().state_dict()
     each = accelerator.project_configuration.save_on_each_node
     if accelerator.is_local_main_process if each else accelerator.is_main_process:
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from secateur.errors import OptimizerError, StateError
-from secateur.integrations.pruner_files import gathered
 from secateur.integrations.pruning import BEGIN, END, SHAPE, Pruning
 from secateur.model.prunable import Globs
 from secateur.pruner import Handles, Pruner
@@ -90,7 +89,7 @@ class PrunerCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The Pruner's state in whole tensors. Lightning calls this on all processes, which gather their shards."""
-        return (self._saved or {}) if self._pruner is None else gathered(self._pruner)
+        return (self._saved or {}) if self._pruner is None else self._pruner.for_checkpointing().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until training starts: Lightning restores callbacks before the optimizer exists."""
@@ -101,7 +100,9 @@ class PrunerCallback(Callback):
         optimizer = _the_optimizer(trainer)
         saved, self._saved = self._saved, None
         if saved is None and self._pruner is not None and trainer.global_step:
-            saved = gathered(self._pruner)  # another fit() of the same Trainer, with a new optimizer
+            saved = (
+                self._pruner.for_checkpointing().state_dict()
+            )  # another fit() of the same Trainer, with a new optimizer
         if saved is None and trainer.global_step and self.resume:
             raise StateError(
                 f"This run resumes at step {trainer.global_step}, but its checkpoint has no state of a PrunerCallback."

@@ -8,34 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from secateur.errors import StateError, library
 from secateur.files import replacing
-from secateur.model.distributed import local, part_of, unwrap, whole
+from secateur.model.distributed import local, part_of, unwrap
 from secateur.model.held import check_mapping
 from secateur.model.prunable import plain_name
 from secateur.pruner import Pruner
-from secateur.selection.masks import packed_bytes, unpack
+from secateur.selection.masks import can_unpack, unpack
 
 EXTRA = '"secateur[hf]"'
 PRUNER = "pruner.safetensors"
 KIND = {"format": "pt", "secateur": "pruner"}
 
 
-def gathered(pruner: Pruner) -> dict[str, Tensor]:
-    """The Pruner's state as whole tensors on the CPU. Every process must call it, because shards are gathered."""
-    return {name: _alone(whole(tensor.detach()).cpu().contiguous()) for name, tensor in pruner.state_dict().items()}
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor, copied if it is part of a larger storage, which would be saved with it."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
 def write_pruner(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write a gathered state: the whole file or, if anything fails, none."""
+    """Write a state of whole tensors, `pruner.for_checkpointing().state_dict()`: the whole file or, if anything fails, none."""
     files = library("safetensors.torch", "Saving a Pruner", EXTRA)
     with replacing(path) as temporary:
         files.save_file(dict(state), temporary, metadata=KIND)
@@ -74,7 +63,7 @@ def check_zeros(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> No
     check_mapping(state)
     for name, parameter in unwrap(model).named_parameters():
         packed, weight = state.get(f"mask.{plain_name(name)}"), local(parameter.detach())
-        if packed is None or not _packs(packed, parameter.shape):
+        if packed is None or not can_unpack(packed, parameter.shape):
             continue
         mask = unpack(part_of(packed, parameter).to(weight.device), weight.shape)
         wrong = int(weight.masked_fill(mask, 0).count_nonzero())
@@ -83,9 +72,3 @@ def check_zeros(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> No
                 f"{path} is of another checkpoint than the model: it prunes {wrong:,} weights of {plain_name(name)!r}"
                 " that are not zero. Name the checkpoint the model was loaded from."
             )
-
-
-def _packs(packed: Tensor, shape: torch.Size) -> bool:
-    """Whether this can be the packed mask of a weight of this shape."""
-    rows = packed.ndim == 2 and packed.shape[0] == shape[0]
-    return packed.dtype == torch.uint8 and rows and packed.numel() == packed_bytes(shape)

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from secateur.errors import ScheduleError, nearest
 from secateur.model.prunable import Globs
 from secateur.pruner import Pruner
-from secateur.schedules import Clock, Schedule, check_sparsity, cubic, late_cubic, linear
+from secateur.schedules import RAMPS, Clock, Schedule, check_sparsity
 from secateur.scores import Score, resolve
 from secateur.selection import check_choice
 from secateur.selection.tiles import parse_pattern
 
 logger = logging.getLogger("secateur")
 
-RAMPS: dict[str, Callable[..., Schedule]] = {"cubic": cubic, "linear": linear, "late_cubic": late_cubic}
 BEGIN, END, SHAPE = 0.05, 0.6, "cubic"
 UPDATES = 50  # mask updates over a ramp, unless `every` says otherwise
 

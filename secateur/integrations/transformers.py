@@ -18,9 +18,10 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from secateur.errors import OptimizerError, StateError
+from secateur.integrations.distillation import DistillationTrainer
 from secateur.integrations.evaluation import lm_eval, perplexity
 from secateur.integrations.folder import load, save
-from secateur.integrations.pruner_files import PRUNER, check_zeros, gathered, read_pruner, restore, write_pruner
+from secateur.integrations.pruner_files import PRUNER, check_zeros, read_pruner, restore, write_pruner
 from secateur.integrations.pruning import BEGIN, END, SHAPE, Pruning
 from secateur.model.mask_files import load_masks
 from secateur.model.prunable import Globs
@@ -29,7 +30,7 @@ from secateur.report import Report
 from secateur.schedules import Schedule
 from secateur.scores import Score
 
-__all__ = ["PrunerCallback", "lm_eval", "load", "load_masks", "perplexity", "save"]
+__all__ = ["DistillationTrainer", "PrunerCallback", "lm_eval", "load", "load_masks", "perplexity", "save"]
 
 logger = logging.getLogger("secateur")
 
@@ -125,7 +126,7 @@ class PrunerCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         """Add the Pruner's state to the checkpoint that was just written. Shards are gathered on all processes."""
-        folder, found = _checkpoint(args, state.global_step), gathered(self.pruner)
+        folder, found = _checkpoint(args, state.global_step), self.pruner.for_checkpointing().state_dict()
         if not args.should_save:
             return
         if folder.is_dir():

@@ -16,12 +16,11 @@ from secateur.errors import SecateurError, nearest
 from secateur.lab.models import is_language_model, parameter_groups
 from secateur.optim import PRESETS
 from secateur.pruner import Pruner
-from secateur.schedules import Schedule, check_sparsity, constant, cubic, late_cubic, linear
+from secateur.schedules import RAMPS, Schedule, check_sparsity, constant
 from secateur.scores import resolve
 from secateur.selection import SCOPES
 from secateur.settings import from_mapping, read_toml
 
-RAMPS: dict[str, Callable[..., Schedule]] = {"cubic": cubic, "late_cubic": late_cubic, "linear": linear}
 SCHEDULES = (*RAMPS, "constant")
 PRECISIONS = ("fp32", "bf16")
 BUDGETS = ("normal", "extended")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import StateError, library
-from secateur.selection.masks import pack, packed_bytes, unpack
+from secateur.selection.masks import can_unpack, pack, unpack
 
 EXTRA = '"secateur[hf]"'
 MASKS = "masks.safetensors"
@@ -43,7 +43,7 @@ def load_masks(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise StateError(f"{path} does not hold masks: {error!r}. Save the model again.") from error
     if not isinstance(shapes, dict) or not all(map(_is_shape, shapes.values())):
         raise StateError(f"{path} does not hold masks: its shapes are not lists of sizes. Save the model again.")
-    wrong = [name for name in packed if name not in shapes or not _fits(packed[name], shapes[name])]
+    wrong = [name for name in packed if name not in shapes or not can_unpack(packed[name], shapes[name])]
     if wrong or shapes.keys() != packed.keys():
         odd = sorted({*wrong, *(shapes.keys() ^ packed.keys())})
         raise StateError(f"{path} does not fit the shapes it names, at {', '.join(odd[:3])}. Save the model again.")
@@ -52,12 +52,6 @@ def load_masks(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 def _is_shape(shape: Any) -> bool:
     return isinstance(shape, list) and bool(shape) and all(type(size) is int and size >= 0 for size in shape)
-
-
-def _fits(packed: Tensor, shape: Sequence[int]) -> bool:
-    """Whether this can be the packed mask of a weight of this shape."""
-    rows = packed.ndim == 2 and packed.shape[0] == shape[0]
-    return packed.dtype == torch.uint8 and rows and packed.numel() == packed_bytes(shape)
 
 
 def check_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:

@@ -60,6 +60,12 @@ def packed_bytes(shape: Sequence[int]) -> int:
     return shape[0] * -(-math.prod(shape[1:]) // 8)
 
 
+def can_unpack(packed: Tensor, shape: Sequence[int]) -> bool:
+    """Whether this can be the packed mask of a weight of this shape."""
+    rows = packed.ndim == 2 and packed.shape[0] == shape[0]
+    return packed.dtype == torch.uint8 and rows and packed.numel() == packed_bytes(shape)
+
+
 def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
     """The bool mask of this shape that `pack` was given."""
     mask = torch.empty(tuple(shape), dtype=torch.bool, device=packed.device)
