@@ -24,7 +24,7 @@ KIND = {"format": "pt", "secateur": "pruner"}
 
 
 def write_pruner(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write a state of whole tensors, `pruner.for_checkpointing().state_dict()`: the whole file or, if anything fails, none."""
+    """Write a state of whole tensors (`pruner.for_checkpointing().state_dict()`): the whole file or none."""
     files = library("safetensors.torch", "Saving a Pruner", EXTRA)
     with replacing(path) as temporary:
         files.save_file(dict(state), temporary, metadata=KIND)
