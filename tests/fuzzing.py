@@ -560,7 +560,7 @@ VERBS: dict[str, tuple[str, ...]] = {
               "--budget", "--max-time", "--micro-batch", "--checkpoint-every", "--tracker", "--dry-run"),
     "sweep": ("--out", "--device", "--engine", "--cpus", "--part", "--checkpoint-every", "--numbers-only"),
     "compare": ("--by", "--json", "--html", "--out"),
-    "data": ("--out",), "bench": (), "demo": ("--out",), "inspect": ("--out",), "scores": (),
+    "data": ("--out",), "bench": (), "demo": ("--out",), "inspect": ("--out",), "export": ("--out",), "scores": (),
 }  # fmt: skip
 FLAGS = ("--stream", "--overwrite", "--exact", "--dry-run", "--numbers-only")
 WORDS = ("0.5", "0", "-1", "1.0", "nan", "inf", "1e400", "2", "7", "wanda", "magnitude", "sparsegpt", "2:4", "9:4",

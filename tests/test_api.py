@@ -21,14 +21,18 @@ PUBLIC = [
     "cubic",
     "late_cubic",
     "linear",
+    "load",
     "optim",
+    "pack",
     "probe",
     "probe_until",
     "prune",
+    "save",
     "score",
     "scores",
     "select",
     "selection",
+    "unpack",
 ]
 OPTIONAL = [
     "PIL", "accelerate", "matplotlib", "numpy", "ray", "rich", "safetensors", "scipy", "sklearn", "tensorboard",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import secateur
-from secateur.cli import bench, compare, data, demo, inspect, probe, prune, scores, sweep, train
+from secateur.cli import bench, compare, data, demo, export, inspect, probe, prune, scores, sweep, train
 from secateur.cli.options import INTERRUPTED, INTERRUPTED_LINE, Verb
 from secateur.errors import SecateurError, nearest
 
@@ -27,6 +27,7 @@ VERBS: dict[str, Verb] = {
     "compare": compare,
     "data": data,
     "inspect": inspect,
+    "export": export,
     "scores": scores,
     "bench": bench,
 }

@@ -1,7 +1,8 @@
 """Show the zeros of a model: sparsity by layer, patterns (n:m, blocks, whole rows), agreement with masks, and bytes.
 
-Folders of safetensors files are read tensor by tensor, without building the model: those that `secateur prune` saves,
-runs of `secateur train`, and any Hugging Face folder. Packed means a bit mask and the values that are not zero.
+Folders of safetensors files are read tensor by tensor, without building the model: those that `secateur prune` and
+`secateur export` save, packed or not, runs of `secateur train`, and any Hugging Face folder. Packed means a bit mask
+and the values that are not zero.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from secateur.cli.options import MODELS, add_out, import_torch
-from secateur.errors import ModelError, library
+from secateur.errors import ModelError
 from secateur.files import check_file, write
 
 if TYPE_CHECKING:
@@ -64,22 +65,17 @@ def _tensors(model: str) -> Iterator[tuple[str, Tensor]]:
 
         yield from load(model)[0].named_parameters()
         return
-    places = (folder, folder / BEST)
-    files = next((found for place in places if (found := _weight_files(place))), [])
-    if not files:
-        raise ModelError(f"{folder} holds no .safetensors files. Name a folder that a model was saved in.")
-    safetensors = library("safetensors", "Reading a model's files", '"secateur[hf]"')
-    for path in files:
-        try:
-            with safetensors.safe_open(path, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (it is no dict)
-                    yield name, opened.get_tensor(name)
-        except (safetensors.SafetensorError, OSError) as error:
-            raise ModelError(f"{path} cannot be read: {error}. Save the model again.") from error
+    from secateur.inference.convert import expanded
+    from secateur.inference.format import Packed, WeightFiles, weight_files
 
-
-def _weight_files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.glob("*.safetensors")) if path.name != MASKS]
+    with expanded(folder) as whole:
+        files = next((found for place in (whole, folder / BEST) if (found := weight_files(place))), [])
+        if not files:
+            raise ModelError(f"{folder} holds no .safetensors files. Name a folder that a model was saved in.")
+        with WeightFiles(files) as weights:
+            for name in weights:
+                weight = weights[name]
+                yield name, weight.dense() if isinstance(weight, Packed) else weight
 
 
 def _natural(one: Inspected) -> list[tuple[int, str]]:

@@ -1,0 +1,92 @@
+"""Write a model in another form: packed (a bit mask and the values that are not zero) or dense (every value).
+
+Folders are converted tensor by tensor, without building the model, so a model larger than memory can be exported. A
+packed folder loads in transformers after `import secateur`; a dense one in every program that reads safetensors. With
+--compress zstd the files are smaller for transport, and are read by `secateur export` and `secateur.load` alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from secateur.cli.options import MODELS, add_out, import_torch
+from secateur.errors import SecateurError
+from secateur.files import check_folder
+
+if TYPE_CHECKING:
+    from secateur.inference.convert import Converted
+
+SUMMARY = "write a model packed or dense, and show the sizes"
+EXAMPLE = "secateur export pruned-smollm2 --format packed --out packed-smollm2"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help=MODELS)
+    parser.add_argument("--format", choices=("packed", "dense"), default="packed", help="form of the weights (packed)")
+    parser.add_argument(
+        "--values", choices=("int8",), help="round packed values to int8, with a scale a row (as they are)"
+    )
+    parser.add_argument("--compress", choices=("zstd",), help="compress the files for transport (not compressed)")
+    add_out(parser, "folder for the exported model", required=True)
+    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.values and options.format != "packed":
+        raise SecateurError("--values int8 needs --format packed: dense weights keep their dtype.")
+    check_folder(options.out)
+    import_torch()
+    from secateur.inference.saving import export
+    from secateur.integrations.folder import load, save
+
+    source = Path(options.model).expanduser()
+    if options.out.exists() and options.out.resolve() == source.resolve():
+        raise SecateurError(f"--out {options.out} would replace the model that is exported. Name another folder.")
+    settings = {
+        "packed": options.format == "packed",
+        "int8": options.values == "int8",
+        "compress": options.compress is not None,
+        "overwrite": options.overwrite,
+    }
+    if source.is_dir():
+        done = export(source, options.out, **settings)
+    else:  # a name on the hub, or smollm2
+        import tempfile
+
+        model, tokenizer = load(options.model)
+        with tempfile.TemporaryDirectory(prefix="secateur-") as made:
+            done = export(save(model, tokenizer, Path(made) / "model", {}, {}), options.out, **settings)
+    print("\n".join(summary(done, options.format == "packed")))
+    print(f"\nSaved in {options.out}")
+    return 0
+
+
+def summary(done: Converted, packed: bool) -> list[str]:
+    """Sizes before and after, in sentences."""
+    lines = [
+        f"{done.weights} tensors: {_megabytes(done.dense_bytes)} dense, {_megabytes(done.bytes)} as written"
+        f" ({_share(done.bytes, done.dense_bytes)}).",
+    ]
+    if done.packed:
+        lines.append(
+            f"{done.packed} packed weights: {_megabytes(done.packed_dense_bytes)} dense,"
+            f" {_megabytes(done.packed_bytes)} packed ({_share(done.packed_bytes, done.packed_dense_bytes)})."
+        )
+    elif packed:
+        lines.append("No linear layer has enough zeros to be smaller packed: the weights are dense.")
+    if done.compressed_bytes is not None:
+        lines.append(
+            f"Compressed for transport: {_megabytes(done.compressed_bytes)}"
+            f" ({_share(done.compressed_bytes, done.dense_bytes)} of dense)."
+        )
+    return lines
+
+
+def _megabytes(number: int) -> str:
+    return f"{number / 1e6:,.2f} MB"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"

@@ -1,0 +1,183 @@
+"""Weights from one form of file to another, one tensor at a time: packed, dense, or compressed for transport."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from secateur.errors import ModelError, library
+from secateur.files import read_json
+from secateur.inference.format import (
+    AGAIN,
+    INDEX,
+    MASK,
+    SCALE,
+    SINGLE,
+    VERSION,
+    Lazy,
+    Packed,
+    Weight,
+    WeightFiles,
+    pack_weight,
+    smaller,
+    weight_files,
+    write_weights,
+)
+
+CONFIG = "config.json"
+ZSTD = ".zst"
+LEVEL = 10  # of zstd: most of what it can gain here, at some 50 MB/s
+METHOD = "secateur"  # the name that transformers knows packed models by
+# transformers raises an error with this text unless Secateur is imported, instead of loading random weights.
+GUARD = (
+    "none, because this model was packed by Secateur. Run `pip install secateur`, then `import secateur` before"
+    " from_pretrained"
+)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Sizes before and after a conversion, in bytes."""
+
+    weights: int  # number of tensors
+    packed: int  # number of packed tensors
+    dense_bytes: int  # of all weights, dense
+    bytes: int  # of all weights as written, before compression
+    packed_dense_bytes: int  # of the packed weights alone, dense
+    packed_bytes: int  # of the packed weights alone, as written
+    compressed_bytes: int | None = None  # of the files, if they were compressed
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    packed: bool,
+    only: Collection[str] | None = None,
+    int8: bool = False,
+    compress: bool = False,
+) -> Converted:
+    """Write the weights of one folder into another, packed or dense.
+
+    `only` names the weights that may be packed; any by default. Weights that would not get smaller stay dense. With
+    `int8` the values of packed weights are rounded to int8.
+    """
+    with WeightFiles(_files(source)) as found:
+        names = list(found)
+
+        def wanted(name: str) -> Weight:
+            weight = found[name]
+            if not packed:
+                return weight.dense() if isinstance(weight, Packed) else weight
+            if isinstance(weight, Packed):
+                return pack_weight(weight.dense(), int8=True) if int8 and weight.scale is None else weight
+            taken = f"{name}{MASK}" in found or f"{name}{SCALE}" in found  # names of the model's own
+            if taken or (only is not None and name not in only) or not smaller(weight):
+                return weight
+            return pack_weight(weight, int8=int8)
+
+        counted = _Counting(wanted)
+        files = write_weights(target, Lazy(names, counted))
+    if compress:
+        return counted.total(sum(compress_file(Path(target) / file) for file in files))
+    return counted.total()
+
+
+class _Counting:
+    """Makes weights and remembers their sizes."""
+
+    def __init__(self, make: Any) -> None:
+        self.make, self.sizes = make, dict[str, tuple[bool, int, int]]()
+
+    def __call__(self, name: str) -> Weight:
+        weight: Weight = self.make(name)
+        if isinstance(weight, Packed):
+            dense = torch.Size(weight.shape).numel() * weight.dtype.itemsize
+            self.sizes[name] = True, dense, weight.nbytes
+        else:
+            self.sizes[name] = False, weight.nbytes, weight.nbytes
+        return weight
+
+    def total(self, compressed: int | None = None) -> Converted:
+        all_of, some = list(self.sizes.values()), [size for size in self.sizes.values() if size[0]]
+        dense, now = sum(size[1] for size in all_of), sum(size[2] for size in all_of)
+        of_packed = sum(size[1] for size in some), sum(size[2] for size in some)
+        return Converted(len(all_of), len(some), dense, now, *of_packed, compressed)
+
+
+def _files(folder: str | os.PathLike[str]) -> list[Path]:
+    if files := weight_files(folder):
+        return files
+    raise ModelError(f"{folder} holds no .safetensors files. Name a folder that a model was saved in.")
+
+
+def is_packed(folder: str | os.PathLike[str]) -> bool:
+    """Whether the weights in a folder are packed."""
+    with WeightFiles(_files(folder)) as found:
+        return bool(found.packed)
+
+
+def mark_config(folder: str | os.PathLike[str], packed: bool) -> None:
+    """Make a Hugging Face config say whether its weights are packed, so that transformers cannot mistake them."""
+    path = Path(folder) / CONFIG
+    config = read_json(path, dict, ModelError, AGAIN)
+    config = {key: value for key, value in config.items() if key not in ("quantization_config", "transformers_weights")}
+    if packed:
+        config |= {"quantization_config": {"quant_method": METHOD, "version": VERSION}, "transformers_weights": GUARD}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+# Compression for transport
+
+
+def compress_file(path: Path) -> int:
+    """Replace a file by its compressed form; returns the bytes of that."""
+    zstandard = library("zstandard", "Compressing", '"secateur[zstd]"')
+    target = path.with_name(path.name + ZSTD)
+    with path.open("rb") as plain, target.open("wb") as small:
+        zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).copy_stream(plain, small, size=path.stat().st_size)
+    path.unlink()
+    return target.stat().st_size
+
+
+def is_compressed(folder: str | os.PathLike[str]) -> bool:
+    """Whether the weights in a folder are compressed for transport."""
+    return any(Path(folder).glob(f"*.safetensors{ZSTD}"))
+
+
+@contextmanager
+def expanded(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """The folder itself, or a temporary copy with its weights decompressed if they are compressed."""
+    folder = Path(folder)
+    if not is_compressed(folder):
+        yield folder
+        return
+    zstandard = library("zstandard", f"Decompressing {folder}", '"secateur[zstd]"')
+    with tempfile.TemporaryDirectory(prefix="secateur-", ignore_cleanup_errors=True) as made:
+        for path in sorted(folder.iterdir()):
+            if path.name.endswith(f".safetensors{ZSTD}"):
+                try:
+                    with path.open("rb") as small, (Path(made) / path.stem).open("wb") as plain:
+                        zstandard.ZstdDecompressor().copy_stream(small, plain)
+                except zstandard.ZstdError as error:
+                    raise ModelError(f"{path} is damaged and cannot be decompressed: {error}. {AGAIN}") from error
+            elif path.is_file():
+                shutil.copy2(path, made)
+        yield Path(made)
+
+
+def other_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """What a model folder holds besides its weights: config, tokenizer, masks, reports, code."""
+    weights = {*(path.name for path in weight_files(folder)), SINGLE, INDEX}
+    return [
+        path for path in sorted(Path(folder).iterdir()) if path.name not in weights and not path.name.startswith(".")
+    ]

@@ -1,0 +1,339 @@
+"""Packed linear layers: `pack` drops the zeros of a model's linear layers in place, `unpack` brings them back.
+
+All packed layers call one torch op, `secateur::packed_linear`. `KERNELS` is the one place that says what runs on which
+kind of device; without an entry, the weight is unpacked into a temporary tensor and multiplied as usual, which gives
+the same bits as the dense layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from secateur.errors import ModelError
+from secateur.inference.format import Packed, fault, pack_weight, smaller, unpacked
+from secateur.report import collapse, text_table
+from secateur.selection import masks
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int], Tensor]
+
+
+def plain(
+    x: Tensor, values: Tensor, mask: Tensor, offsets: Tensor, scale: Tensor | None, bias: Tensor | None, columns: int
+) -> Tensor:
+    """x @ weight.T + bias in plain torch, on any device: unpack, then multiply."""
+    dtype = x.dtype if scale is not None else values.dtype
+    return functional.linear(x, unpacked(values, mask, scale, (mask.shape[0], columns), dtype), bias)
+
+
+# By type of device, such as "cuda" or "cpu". A kernel has the signature of `plain` and chooses by the shapes it gets.
+KERNELS: dict[str, Kernel] = {}
+
+
+@torch.library.custom_op("secateur::packed_linear", mutates_args=())
+def packed_linear(
+    x: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    offsets: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    columns: int,
+) -> Tensor:
+    """x @ weight.T + bias for a packed weight of so many columns; `offsets` says where each row's values begin."""
+    return KERNELS.get(x.device.type, plain)(x, values, mask, offsets, scale, bias, columns)
+
+
+@packed_linear.register_fake
+def _(
+    x: Tensor, values: Tensor, mask: Tensor, offsets: Tensor, scale: Tensor | None, bias: Tensor | None, columns: int
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], mask.shape[0]))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, values, mask, _, scale, bias, columns = inputs
+    ctx.save_for_backward(values, mask, scale)
+    ctx.columns, ctx.dtype, ctx.biased = columns, x.dtype, bias is not None
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Of the inputs and the bias; packed weights are constants."""
+    values, mask, scale = ctx.saved_tensors
+    needs_x, needs_bias = ctx.needs_input_grad[0], ctx.biased and ctx.needs_input_grad[5]
+    weight = unpacked(values, mask, scale, (mask.shape[0], ctx.columns), ctx.dtype) if needs_x else None
+    of_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
+    return None if weight is None else grad @ weight, None, None, None, None, of_bias, None
+
+
+packed_linear.register_autograd(_gradients, setup_context=_remember)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer for inference whose weight is stored without its zeros.
+
+    `weight` holds the values that are not zero, row by row; `weight_mask` one bit a weight; `weight_scale` a scale a
+    row if the values are int8. Gradients reach inputs and bias in eval mode; in training mode the layer refuses.
+    """
+
+    weight: Tensor
+    weight_mask: Tensor
+    weight_scale: Tensor | None
+    offsets: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(self, packed: Packed, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        if len(packed.shape) != 2:
+            raise ModelError(f"A linear layer has a weight of 2 dimensions; this one has {list(packed.shape)}.")
+        self.out_features, self.in_features = packed.shape
+        self.dtype = packed.dtype
+        self.trainable = True  # whether the weight required gradients before it was packed
+        self.register_buffer("weight", packed.values)
+        self.register_buffer("weight_mask", packed.mask)
+        self.register_buffer("weight_scale", packed.scale)
+        self.register_buffer("offsets", row_offsets(packed.mask, self.in_features), persistent=False)
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def from_linear(cls, layer: nn.Linear, *, int8: bool = False) -> PackedLinear:
+        """A packed copy of a linear layer, which shares its bias."""
+        made = cls(pack_weight(layer.weight.detach(), int8=int8), layer.bias)
+        made.trainable = layer.weight.requires_grad
+        return made.train(layer.training)
+
+    def to_linear(self) -> nn.Linear:
+        """The dense layer, to the bit (-0.0 has become 0.0), which shares the bias."""
+        layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        layer.weight = nn.Parameter(self.packed.dense(), requires_grad=self.trainable)
+        if self.bias is not None:
+            layer.bias = self.bias
+        return layer.train(self.training)
+
+    @property
+    def packed(self) -> Packed:
+        """The weight."""
+        shape = (self.out_features, self.in_features)
+        return Packed(self.weight, self.weight_mask, shape, self.dtype, self.weight_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias."""
+        if self.training and torch.is_grad_enabled():
+            raise ModelError(
+                "Packed layers are for inference and cannot be trained. Call model.eval() to run the model, or"
+                " sc.unpack(model) to train it."
+            )
+        values, kind = self.weight, x.device.type
+        bias: Tensor | None = self.bias
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, values = x.to(dtype), values if self.weight_scale is not None else values.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        result: Tensor = packed_linear(
+            x, values, self.weight_mask, self.offsets, self.weight_scale, bias, self.in_features
+        )
+        return result
+
+    def refresh(self) -> None:
+        """Check the weight and compute where rows begin, after buffers were replaced."""
+        if wrong := fault(self.packed):
+            raise ModelError(f"A packed layer does not hold together: {wrong}. Load or save the model again.")
+        self.offsets = row_offsets(self.weight_mask, self.in_features)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        """Moves and casts; scales stay fp32, as int8 values would lose precision otherwise."""
+        scale = self.weight_scale
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight_mask.device)).dtype
+        if scale is not None and self.weight_scale is not None and self.weight_scale.dtype != scale.dtype:
+            self.weight_scale = scale.to(self.weight_scale.device)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        """The number of values may change; mask, values and scales are checked together before any is replaced."""
+        names = [name for name in ("weight", "weight_mask", "weight_scale") if prefix + name in state_dict]
+        found: dict[str, Tensor | None] = {"weight_scale": None, **{one: state_dict[prefix + one] for one in names}}
+        if {"weight", "weight_mask"} <= found.keys():
+            values, mask, scale = (found[one] for one in ("weight", "weight_mask", "weight_scale"))
+            assert values is not None
+            assert mask is not None
+            dtype = values.dtype if scale is None else self.dtype
+            shape = (self.out_features, self.in_features)
+            if wrong := fault(Packed(values, mask, shape, dtype, scale)):
+                errors.append(f"{prefix}weight cannot be loaded into a packed layer: {wrong}.")
+                return
+            for name, tensor in found.items():
+                old = getattr(self, name)
+                kind = tensor.dtype if tensor is not None and (scale is not None or name != "weight") else self.dtype
+                like = self.weight_mask if old is None else old
+                setattr(
+                    self, name, None if tensor is None else torch.empty_like(tensor, dtype=kind, device=like.device)
+                )
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        if not self.weight_mask.is_meta and not errors:
+            self.offsets = row_offsets(self.weight_mask, self.in_features)
+
+    def extra_repr(self) -> str:
+        """Sizes, sparsity and bytes."""
+        numel = self.in_features * self.out_features
+        gone = 1 - self.weight.numel() / numel if numel else 0.0
+        dense = numel * self.dtype.itemsize
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
+            f" sparsity={gone:.1%}, {self.packed.nbytes:,} bytes instead of {dense:,}"
+        )
+
+
+def row_offsets(mask: Tensor, columns: int) -> Tensor:
+    """Where the values of each row begin, and their number at the end: int64 [rows + 1]."""
+    counts = masks.unpack(mask, (mask.shape[0], columns)).sum(1)
+    return functional.pad(counts.cumsum(0), (1, 0))
+
+
+# Whole models
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One linear layer: its bytes, and why it was left dense if it was."""
+
+    name: str
+    shape: tuple[int, ...]
+    zeros: int
+    dense_bytes: int
+    packed_bytes: int  # the dense bytes if it was left dense
+    reason: str = ""
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of its weights that is zero."""
+        numel = self.shape[0] * self.shape[1]
+        return self.zeros / numel if numel else 0.0
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """What `pack` did to every linear layer."""
+
+    layers: tuple[LayerRow, ...]
+
+    @property
+    def packed(self) -> tuple[str, ...]:
+        """Names of the layers that were packed."""
+        return tuple(row.name for row in self.layers if not row.reason)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the linear layers before."""
+        return sum(row.dense_bytes for row in self.layers)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the linear layers afterwards, those left dense included."""
+        return sum(row.packed_bytes for row in self.layers)
+
+    def __str__(self) -> str:
+        rows = [
+            (row.name, "x".join(map(str, row.shape)), f"{row.sparsity:.2%}", f"{row.dense_bytes:,}",
+             f"{row.packed_bytes:,}", f"left dense: {row.reason}" if row.reason else "packed")
+            for row in self.layers
+        ]  # fmt: skip
+        share = f", {self.packed_bytes / self.dense_bytes:.1%}" if self.dense_bytes else ""
+        total = (
+            f"{len(self.packed)} of {len(self.layers)} linear layers are packed: {self.dense_bytes:,} bytes became"
+            f" {self.packed_bytes:,}{share}."
+        )
+        table = text_table(("layer", "shape", "sparsity", "dense bytes", "bytes now", ""), collapse(rows))
+        return f"{table}\n\n{total}"
+
+
+# Called with the model after its layers were packed or unpacked. The integration with transformers keeps the model's
+# config in step, so that `save_pretrained` writes a folder that loads again.
+CHANGED: list[Callable[[nn.Module], None]] = []
+
+
+def pack(model: nn.Module) -> PackReport:
+    """Replace linear layers by packed ones, in place, wherever that takes fewer bytes. Outputs stay equal to the bit.
+
+    Left alone, each with its reason in the report: tied and shared weights, subclasses of nn.Linear, layers with hooks,
+    and weights with too few zeros. `unpack` reverses it.
+    """
+    if isinstance(model, nn.Linear):
+        raise ModelError("pack replaces layers inside a model. For a single layer use PackedLinear.from_linear(layer).")
+    rows = []
+    for name, layer, reason in list(linear_layers(model)):
+        weight, after = layer.weight, layer.weight.nbytes
+        zeros = 0 if weight.is_meta else weight.numel() - int(torch.count_nonzero(weight.detach()))
+        if not reason and not smaller(weight.detach()):
+            reason = "too few zeros to be smaller packed"
+        if not reason:
+            made = PackedLinear.from_linear(layer)
+            _replace(model, name, made)
+            after = made.packed.nbytes
+        rows.append(LayerRow(name, tuple(weight.shape), zeros, weight.nbytes, after, reason))
+    for changed in CHANGED:
+        changed(model)
+    return PackReport(tuple(rows))
+
+
+def unpack(model: nn.Module) -> nn.Module:
+    """Replace packed layers by dense ones, in place, to the bit (-0.0 has become 0.0); returns the model."""
+    if isinstance(model, PackedLinear):
+        raise ModelError("unpack replaces layers inside a model. For a single layer use layer.to_linear().")
+    for name, layer in packed_layers(model):
+        _replace(model, name, layer.to_linear())
+    for changed in CHANGED:
+        changed(model)
+    return model
+
+
+def packed_layers(model: nn.Module) -> list[tuple[str, PackedLinear]]:
+    """The packed layers by name."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear)]
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, str]]:
+    """Every linear layer by name, with the reason why it cannot be packed, or ""."""
+    owners: dict[Any, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(_memory(parameter), []).append(name)
+    parents = dict(model.named_modules())
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and isinstance(getattr(module, "weight", None), Tensor):
+            tied = [other for other in owners.get(_memory(module.weight), ()) if other != f"{name}.weight"]
+            yield name, module, _reason(module, tied, parents.get(name.rpartition(".")[0]))
+
+
+def _memory(parameter: Tensor) -> Any:
+    """A key that parameters share if they share memory."""
+    if parameter.is_meta or type(parameter) is not nn.Parameter or not parameter.numel():
+        return id(parameter)
+    return parameter.device, parameter.untyped_storage().data_ptr()
+
+
+def _reason(layer: nn.Linear, tied: list[str], parent: nn.Module | None) -> str:
+    if type(layer) is not nn.Linear:
+        return f"{type(layer).__name__} is a subclass of nn.Linear, which may compute something else"
+    if tied:
+        return f"shares its memory with {tied[0]}"
+    if type(layer.weight) is not nn.Parameter:
+        return f"its weight is a {type(layer.weight).__name__}"
+    if isinstance(parent, nn.TransformerEncoderLayer | nn.MultiheadAttention):
+        return f"{type(parent).__name__} reads its weight directly"
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    if any(hooks) or hasattr(layer, "_hf_hook"):
+        return "has hooks, which would be lost"
+    return ""
+
+
+def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, layer)

@@ -1,0 +1,150 @@
+"""Packed models in transformers: `from_pretrained` gives packed layers, `save_pretrained` writes them again.
+
+`import secateur` arranges for this module to be imported as soon as transformers is. transformers calls what replaces
+layers before loading a "quantizer".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from secateur.errors import ModelError
+from secateur.inference import packed
+from secateur.inference.convert import METHOD
+from secateur.inference.format import SCALE, VERSION, Packed, WeightFiles, describe, metadata
+from secateur.inference.packed import PackedLinear, packed_layers, unpack
+
+
+@register_quantization_config(METHOD)
+class SecateurConfig(QuantizationConfigMixin):
+    """The entry `quantization_config` of a packed model's config."""
+
+    def __init__(self, version: int = VERSION, **_: Any) -> None:
+        method: Any = METHOD  # transformers allows any name, and declares an enum
+        self.quant_method = method
+        self.version = version
+
+
+@register_quantizer(METHOD)
+class SecateurQuantizer(HfQuantizer):
+    """Puts packed layers where the files have packed weights, after checking the files."""
+
+    requires_calibration = True  # a dense model is packed by sc.pack, not while it is loaded
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Called with the config before files are looked up (transformers 5.18 and later)."""
+        return _unguarded(config)
+
+    def update_tp_plan(self, config: Any) -> Any:
+        """Called with the config before files are looked up (before transformers 5.18)."""
+        return _unguarded(config)
+
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        """Refuse formats of later versions."""
+        version = getattr(self.quantization_config, "version", None)
+        if version != VERSION:
+            raise ModelError(
+                f"The model is packed in version {version!r} of the format; this Secateur reads version {VERSION}."
+                " Install a newer one."
+            )
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        if not checkpoint_files or not all(str(file).endswith(".safetensors") for file in checkpoint_files):
+            raise ModelError("A packed model is loaded from its .safetensors files, not from a state dict.")
+        with WeightFiles(checkpoint_files, foreign=False) as found:
+            found.check()
+            for name in found.packed:
+                module = _named(model, name.removesuffix(".weight"))
+                if module is not None:
+                    _put_empty(model, module, f"{name}{SCALE}" in found)
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and module.weight.shape != (module.out_features, module.in_features):
+                raise ModelError(
+                    f"{name} is packed in the files, but {type(model).__name__} has no place to unpack it."
+                )
+        for _name, layer in packed_layers(model):
+            layer.refresh()
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
+        """What `save_pretrained` adds to the files. It may rename tensors afterwards, so there are no hashes."""
+        described = {f"{name}.weight": describe(layer.packed) for name, layer in packed_layers(model)}
+        return None, metadata(described, None)
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        return unpack(model)
+
+    def is_serializable(self, **_: Any) -> bool:
+        """`save_pretrained` works."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Packed layers cannot be trained."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """torch.compile works: packed layers are one op."""
+        return True
+
+
+def _unguarded(config: Any) -> Any:
+    """The config without the file name that keeps transformers without Secateur from loading random weights."""
+    if getattr(config, "transformers_weights", None) is not None:
+        del config.transformers_weights
+    return config
+
+
+def _named(model: Any, name: str) -> str | None:
+    """The linear layer of this name, also if the files are those of a model with a head and this one has none, or the
+    other way round. None if the model has no such layer."""
+    prefix = f"{model.base_model_prefix}."
+    for found in (name, name.removeprefix(prefix), f"{prefix}{name}"):
+        try:
+            if isinstance(model.get_submodule(found), nn.Linear):
+                return found
+        except AttributeError:
+            continue
+    return None
+
+
+def _put_empty(model: nn.Module, name: str, int8: bool) -> None:
+    """Replace a linear layer by a packed one without values, whose buffers transformers fills."""
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    rows, columns = layer.weight.shape
+    with torch.device("meta"):
+        mask = torch.zeros(rows, -(-columns // 8), dtype=torch.uint8)
+        values = torch.empty(0, dtype=torch.int8 if int8 else layer.weight.dtype)
+        scale = torch.empty(rows, dtype=torch.float32) if int8 else None
+        made = PackedLinear(Packed(values, mask, (rows, columns), layer.weight.dtype, scale), layer.bias)
+    made.trainable = layer.weight.requires_grad
+    model.set_submodule(name, made.train(layer.training))
+
+
+def keep_config(model: Any) -> None:
+    """Make a model's config say whether it has packed layers, so that `save_pretrained` writes what loads again."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "save_pretrained"):
+        return
+    ours = isinstance(getattr(config, "quantization_config", None), SecateurConfig)
+    if packed_layers(model) and not ours:
+        quantizer = SecateurQuantizer(SecateurConfig(), pre_quantized=True)
+        config.quantization_config = quantizer.quantization_config
+        model.hf_quantizer, model.quantization_method, model.is_quantized = quantizer, METHOD, True
+    elif ours and not packed_layers(model):
+        model.hf_quantizer.remove_quantization_config(model)
+
+
+packed.CHANGED.append(keep_config)
