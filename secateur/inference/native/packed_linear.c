@@ -15,10 +15,14 @@
 
 enum dtype { FLOAT32, BFLOAT16, FLOAT16, INT8 };
 enum level { PORTABLE, AVX2, AVX512, AVX512_BF16 };
+enum outcome { OK, NO_MEMORY, BROKEN };
 
 #define MOST_INPUTS 8 /* rows of x in one pass over the weight */
 #define BLOCK 2048    /* columns of a block: long, as a block begins by waiting for the buffer's stores */
 #define SLACK 32      /* elements that a level may read beyond the values of a block */
+#ifndef SECATEUR_SOURCE
+#define SECATEUR_SOURCE "" /* setup.py passes a hash of this file */
+#endif
 #define MINE static inline __attribute__((always_inline))
 
 typedef struct {
@@ -30,12 +34,15 @@ typedef struct {
     const float *scales;
     const void *bias;
     void *y;
-    int64_t rows, cols, inputs, nonzeros, y_stride;
+    int64_t rows, cols, inputs, nonzeros;
     enum dtype x_dtype, value_dtype;
     int64_t rows_at_once;
     _Atomic int64_t next; /* first row that no thread has taken */
+    _Atomic int broken;   /* a row whose mask and offsets disagree */
     void (*rows_of)(void *job, int64_t first, int64_t last);
 } Job;
+
+typedef void (*Parallel)(void (*)(void *), void *, unsigned threads, unsigned flags); /* the type of GOMP_parallel */
 
 MINE float from_bits(uint32_t bits) {
     float value;
@@ -103,7 +110,7 @@ MINE void write_row(const Job *job, int64_t row, const float *sums, int inputs) 
     for (int i = 0; i < inputs; i++) {
         float sum = sums[i] * scale;
         if (job->bias) sum += read_float(job->bias, row, job->x_dtype);
-        write_float(job->y, i * job->y_stride + row, sum, job->x_dtype);
+        write_float(job->y, i * job->rows + row, sum, job->x_dtype);
     }
 }
 
@@ -112,13 +119,18 @@ MINE void write_row(const Job *job, int64_t row, const float *sums, int inputs) 
    IN_PLACE: the dtype of values that need no conversion. They are copied all the same near the end of the values, where
    reading SLACK more would be outside of them. */
 #define ROWS(NAME, TARGET, ELEMENT, SUM, IN_PLACE, CONVERT, COUNT, BLOCK_OF, TOTAL)                                    \
-    TARGET MINE void NAME##_n(const Job *job, int64_t first, int64_t last, const int n) {                              \
+    TARGET MINE void NAME##_n(Job *job, int64_t first, int64_t last, const int n) {                              \
         ELEMENT buffer[BLOCK + SLACK] __attribute__((aligned(64)));                                                    \
         const int64_t bytes = (job->cols + 7) / 8, width = width_of(job->value_dtype);                                 \
         const char *end = (const char *)job->values + job->nonzeros * width;                                           \
         for (int64_t row = first; row < last; row++) {                                                                 \
             const uint8_t *mask = job->mask + row * bytes;                                                             \
-            const char *values = (const char *)job->values + job->offsets[row] * width;                                \
+            const int64_t start = job->offsets[row], stop = job->offsets[row + 1];                                     \
+            if (start < 0 || start > stop || stop > job->nonzeros) {                                                   \
+                job->broken = 1;                                                                                       \
+                return;                                                                                                \
+            }                                                                                                          \
+            const char *values = (const char *)job->values + start * width;                                            \
             const ELEMENT *x = job->x;                                                                                 \
             SUM sums[MOST_INPUTS];                                                                                     \
             memset(sums, 0, sizeof(sums[0]) * (size_t)n);                                                              \
@@ -126,19 +138,21 @@ MINE void write_row(const Job *job, int64_t row, const float *sums, int inputs) 
                 const int64_t here = bytes - byte < BLOCK / 8 ? bytes - byte : BLOCK / 8;                              \
                 const ELEMENT *from = (const ELEMENT *)values;                                                         \
                 if (job->value_dtype != IN_PLACE || end - values < (BLOCK + SLACK) * width) {                          \
-                    CONVERT(values, COUNT(mask + byte, here), job->value_dtype, buffer);                               \
+                    const int64_t count = COUNT(mask + byte, here), left = (end - values) / width;                     \
+                    CONVERT(values, count < left ? count : left < 0 ? 0 : left, job->value_dtype, buffer);                            \
                     from = buffer;                                                                                     \
                 }                                                                                                      \
                 if (here == BLOCK / 8) values += width * BLOCK_OF(x, job->stride, mask + byte, BLOCK / 8, from, sums, n); \
                 else values += width * BLOCK_OF(x, job->stride, mask + byte, here, from, sums, n);                     \
             }                                                                                                          \
+            if (values != (const char *)job->values + stop * width) job->broken = 1;                                   \
             float totals[MOST_INPUTS];                                                                                 \
             for (int i = 0; i < n; i++) totals[i] = TOTAL(&sums[i]);                                                   \
             write_row(job, row, totals, n);                                                                            \
         }                                                                                                              \
     }                                                                                                                  \
     TARGET static void NAME(void *given, int64_t first, int64_t last) {                                                \
-        const Job *job = given;                                                                                        \
+        Job *job = given;                                                                                              \
         switch (job->inputs) { /* constants, so that sums are registers */                                             \
         case 1: NAME##_n(job, first, last, 1); break;                                                                  \
         case 2: NAME##_n(job, first, last, 2); break;                                                                  \
@@ -465,32 +479,88 @@ static void *prepare_x(const void *x, int64_t inputs, int64_t cols, enum dtype d
     return copy;
 }
 
-/* Returns 0, or 1 where memory ran out. x is [inputs, cols] and y [inputs, rows], both contiguous and of `x_dtype`;
-   values are of `x_dtype` or int8. `parallel` is GOMP_parallel, or NULL to use this thread alone. */
+static void run(Job *job, int threads, Parallel parallel) {
+    job->rows_at_once = job->rows / (threads * 8) + 1;
+    if (threads > 1 && parallel) parallel(take_rows, job, (unsigned)threads, 0);
+    else take_rows(job);
+}
+
+/* What this library was compiled from, for the caller to compare with the source it has. */
+const char *secateur_source(void) { return SECATEUR_SOURCE; }
+
+/* x is [inputs, cols], y [inputs, rows] and bias [rows], all contiguous and of `x_dtype`; values are of `x_dtype` or int8,
+   then with scales. `parallel` is GOMP_parallel, or NULL to use this thread alone. Returns OK, NO_MEMORY, or BROKEN if
+   mask, offsets and number of values disagree; y is undefined then, but nothing is read or written out of bounds. */
 int secateur_packed_linear(const void *x, const uint8_t *mask, const void *values, const int64_t *offsets,
                            const float *scales, const void *bias, void *y, int64_t inputs, int64_t rows, int64_t cols,
-                           int64_t nonzeros, int x_dtype, int value_dtype, int level, int threads,
-                           void (*parallel)(void (*)(void *), void *, unsigned, unsigned)) {
-    int as_bf16 = level == AVX512_BF16 && x_dtype == BFLOAT16;
+                           int64_t nonzeros, int x_dtype, int value_dtype, int level, int threads, Parallel parallel) {
+    int as_bf16 = level == AVX512_BF16 && x_dtype == BFLOAT16, broken = 0;
     int64_t stride, width = width_of((enum dtype)x_dtype), x_width = as_bf16 ? 2 : 4;
     void *prepared = prepare_x(x, inputs, cols, (enum dtype)x_dtype, as_bf16, &stride);
-    if (!prepared) return 1;
+    if (!prepared) return NO_MEMORY;
     void (*rows_of)(void *, int64_t, int64_t) = portable_rows;
 #if defined(__x86_64__)
-    if (level >= AVX2) rows_of = as_bf16 ? bf16_rows : level == AVX512_BF16 ? popcnt_rows : level == AVX512 ? avx512_rows : avx2_rows;
+    if (as_bf16) rows_of = bf16_rows;
+    else if (level == AVX512_BF16) rows_of = popcnt_rows;
+    else if (level == AVX512) rows_of = avx512_rows;
+    else if (level == AVX2) rows_of = avx2_rows;
 #endif
-    int64_t chunk = rows / (threads * 8) + 1;
     for (int64_t from = 0; from < inputs; from += MOST_INPUTS) {
         Job job = {
             .x = (const char *)prepared + from * stride * x_width, .stride = stride, .mask = mask, .values = values,
             .offsets = offsets, .scales = scales, .bias = bias, .y = (char *)y + from * rows * width, .rows = rows,
             .cols = cols, .inputs = inputs - from < MOST_INPUTS ? inputs - from : MOST_INPUTS, .nonzeros = nonzeros,
-            .y_stride = rows, .x_dtype = (enum dtype)x_dtype, .value_dtype = (enum dtype)value_dtype,
-            .rows_at_once = chunk, .rows_of = rows_of,
+            .x_dtype = (enum dtype)x_dtype, .value_dtype = (enum dtype)value_dtype, .rows_of = rows_of,
         };
-        if (threads > 1 && parallel) parallel(take_rows, &job, (unsigned)threads, 0);
-        else take_rows(&job);
+        run(&job, threads, parallel);
+        broken |= job.broken;
     }
     if (prepared != x) free(prepared);
-    return 0;
+    return broken ? BROKEN : OK;
+}
+
+#define UNPACK(TYPE, VALUE)                                                                                            \
+    {                                                                                                                  \
+        TYPE *to = (TYPE *)job->y + row * job->cols;                                                                   \
+        memset(to, 0, sizeof(TYPE) * (size_t)job->cols);                                                               \
+        for (int64_t byte = 0; byte < bytes; byte += 8) {                                                              \
+            for (uint64_t bits = mask_at(mask, byte, bytes); bits; bits &= bits - 1, place++) {                        \
+                int64_t col = byte * 8 + __builtin_ctzll(bits);                                                        \
+                if (place >= stop || col >= job->cols) break;                                                          \
+                to[col] = VALUE;                                                                                       \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+
+static void unpack_rows(void *given, int64_t first, int64_t last) {
+    Job *job = given;
+    const int64_t bytes = (job->cols + 7) / 8;
+    for (int64_t row = first; row < last; row++) {
+        int64_t place = job->offsets[row], stop = job->offsets[row + 1];
+        const uint8_t *mask = job->mask + row * bytes;
+        if (place < 0 || place > stop || stop > job->nonzeros) {
+            job->broken = 1;
+            return;
+        }
+        const float scale = job->scales ? job->scales[row] : 1.0f;
+        const int8_t *steps = job->values;
+        if (job->scales && job->x_dtype == FLOAT32) UNPACK(float, scale * steps[place])
+        else if (job->scales && job->x_dtype == BFLOAT16) UNPACK(uint16_t, to_bf16(scale * steps[place]))
+        else if (job->scales) UNPACK(uint16_t, to_fp16(scale * steps[place]))
+        else if (job->value_dtype == FLOAT32) UNPACK(uint32_t, ((const uint32_t *)job->values)[place])
+        else UNPACK(uint16_t, ((const uint16_t *)job->values)[place])
+        if (place != stop) job->broken = 1;
+    }
+}
+
+/* The dense weight [rows, cols] of `dtype`; the rest as above. */
+int secateur_unpack(const uint8_t *mask, const void *values, const int64_t *offsets, const float *scales, void *weight,
+                    int64_t rows, int64_t cols, int64_t nonzeros, int dtype, int threads, Parallel parallel) {
+    Job job = {
+        .mask = mask, .values = values, .offsets = offsets, .scales = scales, .y = weight, .rows = rows, .cols = cols,
+        .nonzeros = nonzeros, .x_dtype = (enum dtype)dtype, .value_dtype = scales ? INT8 : (enum dtype)dtype,
+        .rows_of = unpack_rows,
+    };
+    run(&job, threads, parallel);
+    return job.broken ? BROKEN : OK;
 }
