@@ -144,6 +144,14 @@ def test_single_layers_are_pointed_to_the_right_call(work: Callable[[], Any], me
         work()
 
 
+def test_what_is_no_module_or_has_no_values_is_refused() -> None:
+    for work in (sc.pack, sc.unpack):
+        with pytest.raises(ModelError, match="A torch.nn.Module is needed, not a list"):
+            work([nn.Linear(2, 2)])  # type: ignore[arg-type]
+    (row,) = sc.pack(nn.Sequential(nn.Linear(4, 4, device="meta"))).layers
+    assert row.reason == "on the meta device, without values"
+
+
 # The op
 
 

@@ -86,7 +86,7 @@ def pack_weight(weight: Tensor, *, int8: bool = False) -> Packed:
             " dimensions."
         )
     kept = weight != 0
-    values, mask, shape = weight[kept], masks.pack(kept), tuple(weight.shape)
+    values, mask, shape = weight.masked_select(kept), masks.pack(kept), tuple(weight.shape)
     if not int8:
         return Packed(values, mask, shape, weight.dtype)
     largest = weight.detach().flatten(1).abs().amax(1).float()

@@ -277,12 +277,15 @@ def pack(model: nn.Module) -> PackReport:
     Left alone, each with its reason in the report: tied and shared weights, subclasses of nn.Linear, layers with hooks,
     and weights with too few zeros. `unpack` reverses it.
     """
+    check_module(model)
     if isinstance(model, nn.Linear):
         raise ModelError("pack replaces layers inside a model. For a single layer use PackedLinear.from_linear(layer).")
     rows = []
     for name, layer, reason in list(linear_layers(model)):
         weight, after = layer.weight, layer.weight.nbytes
         zeros = 0 if weight.is_meta else weight.numel() - int(torch.count_nonzero(weight.detach()))
+        if not reason and weight.is_meta:
+            reason = "on the meta device, without values"
         if not reason and not smaller(weight.detach()):
             reason = "too few zeros to be smaller packed"
         if not reason:
@@ -297,6 +300,7 @@ def pack(model: nn.Module) -> PackReport:
 
 def unpack(model: nn.Module) -> nn.Module:
     """Replace packed layers by dense ones, in place, to the bit (-0.0 has become 0.0); returns the model."""
+    check_module(model)
     if isinstance(model, PackedLinear):
         raise ModelError("unpack replaces layers inside a model. For a single layer use layer.to_linear().")
     for name, layer in packed_layers(model):
@@ -304,6 +308,12 @@ def unpack(model: nn.Module) -> nn.Module:
     for changed in CHANGED:
         changed(model)
     return model
+
+
+def check_module(model: object) -> None:
+    """Refuse what is not a module."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"A torch.nn.Module is needed, not a {type(model).__name__}.")
 
 
 def packed_layers(model: nn.Module) -> list[tuple[str, PackedLinear]]:

@@ -35,11 +35,12 @@ from secateur.inference.format import (
     weight_files,
     write_weights,
 )
-from secateur.inference.packed import linear_layers, pack, packed_layers, unpack
+from secateur.inference.packed import check_module, linear_layers, pack, packed_layers, unpack
 from secateur.model.mask_files import check_masks, save_masks
 from secateur.oneshot.batches import is_out_of_memory, usable_device
 from secateur.report import Outcome, Report
 
+PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 MANIFEST = "secateur.json"  # of modules that transformers does not know
 COMPRESSIONS = (None, "zstd")
 VALUES = (None, "int8")
@@ -65,6 +66,7 @@ def save(
     with a scale a row. `masks` are those of the report by default. `card` is the text of README.md, or whether to
     write one. `compress="zstd"` makes the files smaller for transport; only `load` and `secateur export` read them.
     """
+    check_module(model)
     if compress not in COMPRESSIONS or values not in VALUES:
         raise ModelError(
             f"compress={compress!r}, values={values!r}: use compress='zstd' or None, values='int8' or None."
@@ -75,7 +77,7 @@ def save(
         masks = report.masks if isinstance(report, Outcome) else None
     texts = {} if report is None else {"report.md": report.to_markdown() + "\n", "report.json": report.to_json() + "\n"}
     bare = getattr(model, "_orig_mod", model)
-    if card:
+    if isinstance(card, str) or (card and not _saves_itself(bare, packed)):
         smaller_packed = packed and _has_packable(bare)
         made = (
             "" if isinstance(card, str) else model_card(Path(folder).name, bare, report=report, packed=smaller_packed)
@@ -100,13 +102,16 @@ def write_folder(
     compress: bool = False,
 ) -> Path:
     """Write model, tokenizer, masks (one bit a weight) and texts ({file name: text}), all or nothing."""
-    library("safetensors", "Saving masks", EXTRA)  # fail before anything is written
+    library("safetensors", "Saving a model", EXTRA)  # fail before anything is written
     if compress:
         library("zstandard", "Compressing", '"secateur[zstd]"')
     folder, bare = Path(folder).absolute(), getattr(model, "_orig_mod", model)
-    known = is_pretrained(bare)
+    known = is_pretrained(bare) or _saves_itself(bare, packed)
     check_free(folder, overwrite, signs=(forms.CONFIG if known else MANIFEST, "*model*"))
     check_masks(bare, masks or {})
+    meta = [name for name, parameter in bare.named_parameters() if parameter.is_meta]
+    if meta and not hasattr(bare, "hf_device_map"):  # transformers itself saves models that accelerate offloads
+        raise ModelError(f"{meta[0]} is on the meta device and has no values to save. Load the model first.")
     with appearing(folder) as partial:
         if known:
             _write_pretrained(bare, partial, packed, int8, compress)
@@ -119,20 +124,25 @@ def write_folder(
         if masks is not None:
             save_masks(partial, masks)
         for name, text in (texts or {}).items():
-            if Path(name).name != name or (partial / name).exists():
+            if Path(name).name != name or ((partial / name).exists() and name != CARD):
                 raise ModelError(f"A report cannot be saved as {name!r}: that is a path, or a file of the model's own.")
             (partial / name).write_text(text, encoding="utf-8")
     return folder
 
 
+def _saves_itself(model: Any, packed: bool) -> bool:
+    """Whether another library than transformers saves the model, with a card of its own, such as PEFT its adapters."""
+    return not packed and hasattr(model, "save_pretrained") and not is_pretrained(model)
+
+
 def _has_packable(model: nn.Module) -> bool:
-    layers = linear_layers(model)
-    return bool(packed_layers(model)) or any(not reason and smaller(one.weight.detach()) for _, one, reason in layers)
+    weights = [layer.weight.detach() for _, layer, reason in linear_layers(model) if not reason]
+    return bool(packed_layers(model)) or any(not weight.is_meta and smaller(weight) for weight in weights)
 
 
 def is_pretrained(model: Any) -> bool:
-    """Whether this is a model of transformers, which saves itself."""
-    return callable(getattr(model, "save_pretrained", None)) and hasattr(model, "config")
+    """Whether this is a model of transformers."""
+    return any(f"{kind.__module__}.{kind.__name__}" == PRETRAINED for kind in type(model).__mro__)
 
 
 def _write_pretrained(model: Any, folder: Path, packed: bool, int8: bool, compress: bool) -> None:

@@ -1,0 +1,582 @@
+"""Saving and loading whole models: with transformers in every order of imports, without Secateur, and other modules."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import secateur as sc
+from secateur.errors import ModelError, SecateurError
+from secateur.inference import convert, saving
+from secateur.inference import format as form
+from secateur.inference.card import model_card
+from secateur.inference.packed import PackedLinear, packed_layers
+from secateur.integrations import folder as folder_module
+from secateur.model.mask_files import load_masks
+from tests import tiny
+from tests.damage import damage, damages
+
+files = pytest.importorskip("safetensors.torch", reason="folders need safetensors, which is not installed")
+transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).parent.parent
+TOKENS = torch.arange(1, 13)[None]
+
+
+def sparsify(model: Any, sparsity: float = 0.8) -> Any:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and "embed" not in name:
+                parameter[torch.rand(parameter.shape) < sparsity] = 0
+    return model.eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(TOKENS).logits
+    return found
+
+
+def run(code: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Code in a fresh interpreter, in which all warnings and logs are shown."""
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, env=settings
+    )
+
+
+# transformers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_folders_load_with_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = sparsify(tiny.llama(attention_bias=True).to(dtype))
+    expected = logits(model)
+    assert sc.save(model, tmp_path / "a", tokenizer=tiny.tokenizer()) == tmp_path / "a"
+    assert not packed_layers(model)  # saving changes nothing
+    found, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a", output_loading_info=True)
+    assert not any(info.values())
+    assert len(packed_layers(found)) == 15
+    assert found.dtype == dtype
+    assert torch.equal(logits(found), expected)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "a")("trees").input_ids
+    again = sc.load(tmp_path / "a", packed=False)
+    assert not packed_layers(again)
+    assert all(torch.equal(again.state_dict()[name], one) for name, one in model.state_dict().items())
+
+
+def test_save_pretrained_round_trips(tmp_path: Path) -> None:
+    model = sparsify(tiny.llama())
+    sc.save(model, tmp_path / "a")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    loaded.save_pretrained(tmp_path / "b", max_shard_size="4KB")
+    assert len(list((tmp_path / "b").glob("model-*.safetensors"))) > 2
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    assert len(packed_layers(again)) == 15
+    assert torch.equal(logits(again), logits(model))
+    sc.save(again, tmp_path / "c", packed=False)  # and back to a dense folder
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c")
+    assert not packed_layers(dense)
+    assert torch.equal(logits(dense), logits(model))
+    sc.save(again, tmp_path / "d", values="int8")
+    assert all(layer.weight.dtype == torch.int8 for _, layer in packed_layers(sc.load(tmp_path / "d")))
+
+
+def test_models_packed_in_memory_are_saved_as_such(tmp_path: Path) -> None:
+    model = sparsify(tiny.llama())
+    expected = logits(model)
+    sc.pack(model)
+    assert model.config.quantization_config.quant_method == "secateur"
+    model.save_pretrained(tmp_path / "a")
+    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")), expected)
+    sc.save(model, tmp_path / "b")
+    assert torch.equal(logits(sc.load(tmp_path / "b")), expected)
+    sc.unpack(model)
+    assert not hasattr(model.config, "quantization_config")
+    model.save_pretrained(tmp_path / "c")
+    assert "quantization_config" not in json.loads((tmp_path / "c" / "config.json").read_text())
+    loaded = sc.load(tmp_path / "b")
+    assert not packed_layers(loaded.dequantize())  # transformers' own word for it
+    assert torch.equal(logits(loaded), expected)
+
+
+def test_models_with_and_without_a_head(tmp_path: Path) -> None:
+    model = sparsify(tiny.llama())
+    sc.save(model, tmp_path / "a")
+    base = transformers.AutoModel.from_pretrained(tmp_path / "a")
+    assert len(packed_layers(base)) == 14
+    with torch.no_grad():
+        assert torch.equal(base(TOKENS).last_hidden_state, model.model(TOKENS).last_hidden_state)
+    sc.save(base, tmp_path / "b")
+    head = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    assert len(packed_layers(head)) == 14
+    answer = transformers.pipeline("text-generation", str(tmp_path / "a"), tokenizer=tiny.tokenizer())
+    assert len(packed_layers(answer.model)) == 15
+
+
+def test_tied_heads_and_other_layers_stay_dense(tmp_path: Path) -> None:
+    model = sparsify(tiny.llama(tie_word_embeddings=True))
+    sc.save(model, tmp_path / "tied")
+    loaded = sc.load(tmp_path / "tied")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(logits(loaded), logits(model))
+    gpt2 = sparsify(tiny.gpt2())  # its Conv1D is not packed, and its only linear layer is tied
+    sc.save(gpt2, tmp_path / "gpt2")
+    assert "quantization_config" not in json.loads((tmp_path / "gpt2" / "config.json").read_text())
+    assert "import secateur" not in (tmp_path / "gpt2" / "README.md").read_text()
+    assert torch.equal(logits(sc.load(tmp_path / "gpt2")), logits(gpt2))
+    dense = tiny.llama()  # and a model without zeros
+    sc.save(dense, tmp_path / "dense")
+    assert not packed_layers(sc.load(tmp_path / "dense"))
+
+
+def test_int8_values_and_dtypes(tmp_path: Path) -> None:
+    model = sparsify(tiny.llama())
+    sc.save(model, tmp_path / "a", values="int8")
+    loaded = sc.load(tmp_path / "a", dtype=torch.bfloat16)
+    layer = loaded.model.layers[0].self_attn.q_proj
+    assert (layer.weight.dtype, layer.weight_scale.dtype, layer.dtype) == (torch.int8, torch.float32, torch.bfloat16)
+    exact = sc.load(tmp_path / "a").model.layers[0].self_attn.q_proj.packed.dense()
+    weight = model.model.layers[0].self_attn.q_proj.weight.detach()
+    assert float((exact - weight).abs().max()) <= float(weight.abs().max()) / 127 / 2 * 1.01
+    assert logits(loaded).dtype == torch.bfloat16
+    assert sc.load(tmp_path / "a", device="cpu", packed=False).dtype == torch.float32
+
+
+def test_sizes_on_disk(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 32}
+    for sparsity, share in ((0.5, 0.57), (0.8, 0.27)):
+        model = sparsify(tiny.llama(**sizes).to(torch.bfloat16), sparsity)
+        sc.save(model, tmp_path / f"{sparsity}")
+        layers = sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, nn.Linear))
+        other = sum(parameter.nbytes for parameter in model.parameters()) - layers
+        assert ((tmp_path / f"{sparsity}" / "model.safetensors").stat().st_size - other) / layers < share + 0.01
+        report = sc.pack(model)
+        assert report.packed_bytes / report.dense_bytes == pytest.approx(share, abs=0.01)
+
+
+LOAD = """
+import sys
+{imports}
+import torch
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+torch.save(model(torch.arange(1, 13)[None]).logits, sys.argv[2])
+assert type(model.model.layers[0].mlp.up_proj).__name__ == "PackedLinear"
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import secateur\nassert 'torch' not in sys.modules\nfrom transformers import AutoModelForCausalLM",
+        "import transformers\nfrom transformers import AutoModelForCausalLM, PreTrainedModel\nimport secateur",
+    ],
+    ids=["secateur first", "transformers first"],
+)
+def test_any_order_of_imports_will_do(tmp_path: Path, imports: str) -> None:
+    model = sparsify(tiny.llama())
+    sc.save(model, tmp_path / "a")
+    done = run(LOAD.format(imports=imports), str(tmp_path / "a"), str(tmp_path / "logits"))
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(tmp_path / "logits"), logits(model))
+
+
+WITHOUT = """
+import json, sys
+from transformers import AutoModel, AutoModelForCausalLM, pipeline
+ways = {
+    "AutoModel": AutoModel.from_pretrained,
+    "AutoModelForCausalLM": AutoModelForCausalLM.from_pretrained,
+    "options": lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype="float16", use_safetensors=True),
+    "pipeline": lambda folder: pipeline("text-generation", folder),
+}
+found = {}
+for folder in sys.argv[1:]:
+    for name, way in ways.items():
+        try:
+            way(folder)
+        except Exception as error:
+            found[f"{folder[-1]} {name}"] = str(error)
+assert "secateur" not in sys.modules
+print(json.dumps(found))
+"""
+
+
+def test_without_secateur_nothing_loads(tmp_path: Path) -> None:
+    """transformers alone would log a line and go on with random weights."""
+    model = sparsify(tiny.llama())
+    sc.save(model, tmp_path / "a", tokenizer=tiny.tokenizer())
+    sc.load(tmp_path / "a").save_pretrained(tmp_path / "b")
+    tiny.tokenizer().save_pretrained(tmp_path / "b")
+    done = run(WITHOUT, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(done.stdout)
+    for name in ("AutoModel", "AutoModelForCausalLM", "options", "pipeline"):
+        assert "packed by Secateur. Run `pip install secateur`, then `import secateur`" in errors[f"a {name}"]
+        # save_pretrained drops the entry with that text: the shapes do not fit, and a line above names secateur
+        assert "ignore_mismatched_sizes" in errors[f"b {name}"]
+    assert "Unknown quantization type, got secateur" in done.stderr
+
+
+def test_damaged_packed_folders_do_not_load(tmp_path: Path) -> None:
+    sc.save(sparsify(tiny.llama()), tmp_path / "a")
+    path = tmp_path / "a" / "model.safetensors"
+    whole = path.read_bytes()
+    for how, content in damages(path).items():
+        damage(path, how, content)
+        with pytest.raises((ModelError, OSError)):
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+        with pytest.raises(ModelError, match="a"):
+            sc.load(tmp_path / "a")
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+        path.write_bytes(whole)
+    for place in (len(whole) // 2, len(whole) - 1, len(whole) - 2000):
+        changed = bytearray(whole)
+        changed[place] ^= 4
+        path.write_bytes(changed)
+        with pytest.raises(ModelError, match="is damaged: .* does not fit its hash"):
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    path.write_bytes(whole)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    config["quantization_config"]["version"] = 9
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="packed in version 9 of the format; this Secateur reads version 1"):
+        sc.load(tmp_path / "a")
+
+
+def test_a_foreign_file_in_a_packed_folder_is_refused(tmp_path: Path) -> None:
+    model = sparsify(tiny.llama())
+    sc.save(model, tmp_path / "a")
+    model.save_pretrained(tmp_path / "b")
+    (tmp_path / "b" / "model.safetensors").replace(tmp_path / "a" / "model.safetensors")
+    with pytest.raises(ModelError, match="was not packed by Secateur"):
+        sc.load(tmp_path / "a")
+
+
+# Other modules
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.convolution = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embedding.weight
+        self.up = nn.Linear(8, 16)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("already", [True, False])
+def test_modules_of_any_kind_round_trip(tmp_path: Path, packed: bool, already: bool) -> None:
+    model = sparsify(Small())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if already:
+        sc.pack(model)
+    sc.save(model, tmp_path / "a", packed=packed)
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"README.md", "model.safetensors", "secateur.json"}
+    with form.WeightFiles([tmp_path / "a" / "model.safetensors"]) as found:
+        assert bool(found.packed) == packed
+        assert "head.weight" not in found  # tied: saved once
+    fresh = Small()
+    assert sc.load(tmp_path / "a", into=fresh) is fresh
+    assert all(torch.equal(fresh.state_dict()[name], tensor) for name, tensor in before.items())
+    assert not fresh.training
+    assert fresh.head.weight is fresh.embedding.weight
+    assert isinstance(sc.load(tmp_path / "a", into=Small(), packed=True).up, PackedLinear)
+    assert sc.load(tmp_path / "a", into=Small(), dtype=torch.float16).up.weight.dtype == torch.float16
+
+
+def test_a_module_is_unchanged_if_the_file_does_not_fit(tmp_path: Path) -> None:
+    sc.save(sparsify(Small()), tmp_path / "a")
+    with pytest.raises(
+        ModelError, match="holds a module that transformers does not know. Build it, and pass it as into="
+    ):
+        sc.load(tmp_path / "a")
+    for change, message in (
+        (lambda model: setattr(model, "more", nn.Linear(2, 2)), "has no more.bias, which the module needs"),
+        (lambda model: delattr(model, "up"), "has up.bias, which the module does not have"),
+        (lambda model: setattr(model, "up", nn.Linear(9, 16)), "up.weight is .16, 8. in .* and .16, 9. in the module"),
+        (lambda model: model.to("meta"), "embedding.weight is on the meta device"),
+        (lambda model: sc.pack(sparsify(model)), "Call sc.unpack.module., then load into it"),
+    ):
+        model = Small()
+        change(model)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises(ModelError, match=message):
+            sc.load(tmp_path / "a", into=model)
+        assert all(one.is_meta or torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    path = tmp_path / "a" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # the very last byte: everything is read before anything is copied
+    path.write_bytes(content)
+    model = Small()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ModelError, match="is damaged"):
+        sc.load(tmp_path / "a", into=model)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+def test_states_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"a": 1}
+
+    with pytest.raises(ModelError, match="has _extra_state, which is no tensor"):
+        sc.save(Extra(2, 2), tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_module_or_has_no_values_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="A torch.nn.Module is needed, not a list"):
+        sc.save([1], tmp_path / "a")  # type: ignore[arg-type]
+    for model in (tiny.llama().to("meta"), Small().to("meta")):
+        with pytest.raises(ModelError, match="is on the meta device and has no values to save"):
+            sc.save(model, tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+# Folders
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"compress": "gzip"}, "use compress='zstd' or None"),
+        ({"values": "int4"}, "values='int8' or None"),
+        ({"values": "int8", "packed": False}, "needs packed=True"),
+        ({"masks": {"x": torch.ones(1, 1, dtype=torch.bool)}}, "There is a mask for 'x'"),
+    ],
+)
+def test_wrong_settings_write_nothing(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SecateurError, match=message):
+        sc.save(nn.Sequential(nn.Linear(2, 2)), tmp_path / "a", **settings)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("make", [tiny.llama, Small])
+def test_folders_are_replaced_only_when_asked(tmp_path: Path, make: Any) -> None:
+    sc.save(make(), tmp_path / "a")
+    with pytest.raises(ModelError, match="is not empty"):
+        sc.save(make(), tmp_path / "a")
+    sc.save(make(), tmp_path / "a", card=False, overwrite=True)
+    assert not (tmp_path / "a" / "README.md").exists()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "letter.txt").write_text("mine")
+    with pytest.raises(ModelError, match="holds something other than a model"):
+        sc.save(make(), tmp_path / "b", overwrite=True)
+
+
+def test_an_error_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "mark_config", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sc.save(sparsify(tiny.llama()), tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_compressed_folders(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    model = sparsify(tiny.llama())
+    sc.save(model, tmp_path / "a", compress="zstd", tokenizer=tiny.tokenizer())
+    assert not (tmp_path / "a" / "model.safetensors").exists()
+    assert torch.equal(logits(sc.load(tmp_path / "a")), logits(model))
+    assert folder_module.load(tmp_path / "a")[1] is not None
+    with pytest.raises(OSError, match="no file named model.safetensors"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    small = sparsify(Small())
+    sc.save(small, tmp_path / "b", compress="zstd")
+    assert torch.equal(sc.load(tmp_path / "b", into=Small()).up.weight, small.up.weight)
+    path = tmp_path / "b" / "model.safetensors.zst"
+    for content in (path.read_bytes()[:-9], b"nothing", path.read_bytes()[:50] + b"x" + path.read_bytes()[51:]):
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match="damaged|cannot be read"):
+            sc.load(tmp_path / "b", into=Small())
+
+
+# Cards
+
+
+def pruned_llama() -> tuple[Any, Any]:
+    model = tiny.llama()
+    batches = [torch.randint(1, 90, (2, 12)) for _ in range(2)]
+    return model, sc.prune(model, batches, sparsity=0.75, score="magnitude")
+
+
+def test_the_card_says_what_was_done(tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    model, report = pruned_llama()
+    model.config.name_or_path = "someone/model-1b"
+    sc.save(model, tmp_path / "a", report=report)
+    card = hub.ModelCard.load(tmp_path / "a" / "README.md")
+    assert card.data.tags == ["secateur", "pruning", "sparse"]
+    assert card.data.base_model == "someone/model-1b"
+    assert card.data.library_name == "transformers"
+    for part in ("| score | magnitude |", "75.00%", "import secateur", "AutoModelForCausalLM", "unstructured"):
+        assert part in card.text
+    assert {path.name for path in (tmp_path / "a").iterdir()} >= {"report.md", "report.json", "masks.safetensors"}
+    masks = load_masks(tmp_path / "a")
+    assert masks.keys() == report.masks.keys()
+    assert all(torch.equal(masks[name], mask) for name, mask in report.masks.items())
+
+
+def test_cards_have_the_evaluation_the_command_and_the_license() -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    model, report = pruned_llama()
+    report = replace(report, found=(("perplexity before", 27.18), ("perplexity | after", 34.7)), pattern="2:4")
+    text = model_card("m", model, report=report, base_model="a/b: c", command="secateur prune m", license="apache-2.0")
+    card = hub.ModelCard(text)
+    assert card.data.base_model == "a/b: c"
+    assert card.data.license == "apache-2.0"
+    for part in (
+        "| perplexity before | 27.18 |",
+        r"| perplexity \| after | 34.7 |",
+        "secateur prune m",
+        "| pattern | 2:4 |",
+    ):
+        assert part in card.text
+    assert "into=model" in model_card("m", Small())
+
+
+def test_a_card_of_ones_own(tmp_path: Path) -> None:
+    sc.save(Small(), tmp_path / "a", card="# Mine\n")
+    assert (tmp_path / "a" / "README.md").read_text() == "# Mine\n"
+
+
+# The hub
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as an upload needs; remembers what it was sent."""
+
+    seen: list[tuple[str, str, bytes]]
+
+    def _answer(self, found: Any, code: int = 200) -> None:
+        text = json.dumps(found).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def _body(self) -> bytes:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.seen.append((self.path.partition("?")[0], self.headers.get("Authorization") or "", body))
+        return body
+
+    def do_POST(self) -> None:
+        body, path = self._body(), self.path.partition("?")[0]
+        here = f"http://{self.headers['Host']}"
+        if self.headers.get("Authorization") != "Bearer hf_right":
+            self._answer({"error": "Invalid username or password."}, 401)
+        elif path == "/api/repos/create":
+            self._answer({"url": f"{here}/someone/sparse"})
+        elif path == "/api/validate-yaml":
+            self._answer({"errors": [], "warnings": []})
+        elif "/preupload/" in path:
+            given = json.loads(body)["files"]
+            kinds = {one["path"]: "lfs" if one["path"].endswith(".safetensors") else "regular" for one in given}
+            told = [{"path": one, "uploadMode": kind, "shouldIgnore": False} for one, kind in kinds.items()]
+            self._answer({"files": told})
+        elif path.endswith("/info/lfs/objects/batch"):
+            wanted = json.loads(body)["objects"]
+            objects = [{**one, "actions": {"upload": {"href": f"{here}/store/{one['oid']}"}}} for one in wanted]
+            self._answer({"transfer": "basic", "objects": objects})
+        else:
+            self._answer({"commitUrl": f"{here}/someone/sparse/commit/1", "commitOid": "1" * 40, "success": True})
+
+    def do_PUT(self) -> None:
+        self._body()
+        self._answer({})
+
+    def do_GET(self) -> None:
+        self._body()
+        self._answer({"siblings": [], "id": "someone/sparse", "sha": "1" * 40})
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def fake_hub() -> Iterator[tuple[str, list[tuple[str, str, bytes]]]]:
+    handler = type("Handler", (Hub,), {"seen": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", handler.seen  # type: ignore[attr-defined]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+PUSH = """
+import sys
+from secateur.errors import ModelError
+from secateur.integrations.folder import push_to_hub
+print(push_to_hub(sys.argv[1], "someone/sparse", token="hf_right"))
+try:
+    push_to_hub(sys.argv[1], "someone/sparse", token="hf_wrong")
+except ModelError as error:
+    print(error)
+"""
+
+
+def test_a_folder_is_pushed_to_the_hub(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    sc.save(sparsify(tiny.llama()), tmp_path / "a")
+    with fake_hub() as (address, seen):
+        alone = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+        done = run(PUSH, str(tmp_path / "a"), **alone)
+        assert done.returncode == 0, done.stderr
+        where, refused = done.stdout.splitlines()
+        assert where == f"{address}/someone/sparse"
+        assert "was not uploaded to someone/sparse: " in refused
+        (stored,) = [body for path, _, body in seen if path.startswith("/store/")]
+        assert stored == (tmp_path / "a" / "model.safetensors").read_bytes()
+        (commit,) = [body for path, _, body in seen if "/commit/" in path]
+        told = [json.loads(line) for line in commit.splitlines()]
+        assert {one["value"]["path"] for one in told if one["key"] in ("file", "lfsFile")} == {
+            "README.md", "config.json", "generation_config.json", "model.safetensors",
+        }  # fmt: skip
+    with pytest.raises(ModelError, match="There is no folder .* Save the model first"):
+        folder_module.push_to_hub(tmp_path / "missing", "a/b")
+
+
+def test_only_what_is_known_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="There is no folder"):
+        sc.load(tmp_path / "missing")
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        sc.load(tmp_path / "a")
+    with pytest.raises(ModelError, match="holds no .safetensors files"):
+        sc.load(tmp_path / "a", into=Small())
+    assert saving.is_pretrained(tiny.llama())
+    assert not saving.is_pretrained(Small())
+
+
+def test_adapters_of_peft_are_saved_by_peft_or_whole(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(sparsify(tiny.llama()), peft.LoraConfig(target_modules=["q_proj"]))
+    sc.save(model, tmp_path / "adapter", packed=False)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert "library_name: peft" in (tmp_path / "adapter" / "README.md").read_text()
+    sc.save(model, tmp_path / "own", packed=False, card="# Mine\n")
+    assert (tmp_path / "own" / "README.md").read_text() == "# Mine\n"
+    sc.save(model, tmp_path / "whole")
+    fresh = peft.get_peft_model(tiny.llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    sc.load(tmp_path / "whole", into=fresh)
+    assert torch.equal(logits(fresh), logits(model.eval()))
