@@ -526,7 +526,10 @@ int secateur_packed_linear(const void *x, const uint8_t *mask, const void *value
         for (int64_t byte = 0; byte < bytes; byte += 8) {                                                              \
             for (uint64_t bits = mask_at(mask, byte, bytes); bits; bits &= bits - 1, place++) {                        \
                 int64_t col = byte * 8 + __builtin_ctzll(bits);                                                        \
-                if (place >= stop || col >= job->cols) break;                                                          \
+                if (place >= stop || col >= job->cols) {                                                               \
+                    job->broken = 1;                                                                                   \
+                    break;                                                                                             \
+                }                                                                                                      \
                 to[col] = VALUE;                                                                                       \
             }                                                                                                          \
         }                                                                                                              \
