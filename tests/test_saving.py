@@ -29,7 +29,6 @@ from secateur.model.mask_files import load_masks
 from tests import tiny
 from tests.damage import damage, damages
 
-
 files = pytest.importorskip("safetensors.torch", reason="folders need safetensors, which is not installed")
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parent.parent

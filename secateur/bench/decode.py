@@ -1,9 +1,9 @@
 """Measure what zeros buy in inference on this device: dense and packed time of one input, by layer shape and in all.
 
 Without a model, layers are made up. With one, its own zeros are measured (or those that --sparsity makes by magnitude),
-then whole decoding steps at batch 1. Dense and packed calls alternate, each from cold caches. Times are the smallest of
-all calls, since other work on the machine can only make a call longer; the ratio of the medians stands beside. No ratio
-is given where the outputs differ.
+then whole decoding steps at batch 1. Dense and packed calls alternate, on copies that together exceed the caches. Times
+are the smallest of all calls, since other work on the machine can only make a call longer; the ratio of the medians
+stands beside. No ratio is given where the outputs differ.
 
 Example: secateur bench decode smollm2 --device cpu --threads 2 --sparsity 0.8 --dtype bfloat16
 """

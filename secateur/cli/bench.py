@@ -138,7 +138,7 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         "--sparsity",
         type=sparsity,
         nargs="+",
-        help="prune by magnitude first (made-up: 0.5 0.8 0.9, a model: as it is)",
+        help="zeros by magnitude (made-up: 0.5 0.8 0.9, a model: its own zeros)",
     )
     parser.add_argument("--shapes", nargs="+", metavar="ROWSxCOLUMNS", help="made-up layers (4096x4096 8192x8192)")
     dtypes = ("bfloat16", "float32", "float16")

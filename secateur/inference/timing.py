@@ -1,20 +1,20 @@
 """What the zeros of one layer buy on this device: dense and packed time of the same inputs, taken in turns.
 
-Every call is timed from cold caches, as in a model that is larger than they are, and the two forms alternate, so that
-other work on the machine slows both. The smallest time counts: whatever interrupts a call can only make it longer.
+Calls go round copies of the layer that together exceed the caches, as the layers of a large model do, and the two forms
+alternate, so that other work on the machine slows both. The smallest time counts: interruptions only make calls longer.
 """
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-FLUSH = 64 << 20  # bytes written between calls, beyond the caches of most processors
+CACHED = 64 << 20  # bytes that copies of a layer have together, beyond the caches of most processors
+COPIES = 64  # at most
 SECONDS = 0.25  # after which no further pair of calls is made
 LEAST, MOST = 5, 30  # pairs of calls
 
@@ -27,7 +27,7 @@ class Timing:
     packed: list[float]
     difference: float  # largest, relative to the largest output
     tolerance: float  # what rounding and the order of sums explain
-    inputs: int = field(default=1)
+    inputs: int = 1
 
     @property
     def right(self) -> bool:
@@ -39,36 +39,36 @@ class Timing:
         """Dense time over packed time, both the smallest."""
         return min(self.dense) / min(self.packed)
 
-    @property
-    def median_ratio(self) -> float:
-        """The same of the medians."""
-        return median(self.dense) / median(self.packed)
-
 
 @torch.no_grad()
 def compare(
     dense: nn.Module, packed: nn.Module, x: Tensor, *, exact: bool = True, most: int = MOST, seconds: float = SECONDS
 ) -> Timing:
     """Time both layers on x. `exact`: whether the packed weight has all bits of the dense one, as int8 has not."""
-    flush = torch.empty(FLUSH, dtype=torch.uint8, device=x.device)
     ours, theirs = packed(x), dense(x)
     largest = float(theirs.abs().max()) or 1.0
     apart = float((ours.double() - theirs.double()).abs().max()) / largest
     tolerance = (4 * torch.finfo(x.dtype).eps + 1e-5) if exact else 0.05
     times: tuple[list[float], list[float]] = [], []
+    forms = [_copies(layer) for layer in (dense, packed)]
     until = time.perf_counter() + seconds
     while len(times[0]) < LEAST or (len(times[0]) < most and time.perf_counter() < until):
-        for layer, taken in zip((dense, packed), times, strict=True):
-            flush.add_(1)
-            taken.append(_microseconds(lambda layer=layer: layer(x), x.device))  # type: ignore[misc]
+        for copies, taken in zip(forms, times, strict=True):
+            taken.append(_microseconds(copies[len(taken) % len(copies)], x))
     return Timing(*times, apart, tolerance, x.numel() // x.shape[-1])
 
 
-def _microseconds(call: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
+def _copies(layer: nn.Module) -> list[nn.Module]:
+    """The layer and as many copies as fill the caches."""
+    size = sum(tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers()))
+    return [layer, *(copy.deepcopy(layer) for _ in range(min(COPIES, -(-CACHED // max(size, 1))) - 1))]
+
+
+def _microseconds(layer: nn.Module, x: Tensor) -> float:
+    _wait(x.device)
     began = time.perf_counter()
-    call()
-    _wait(device)
+    layer(x)
+    _wait(x.device)
     return round((time.perf_counter() - began) * 1e6, 2)
 
 
