@@ -12,7 +12,7 @@ from torch import nn
 
 from secateur.bench import decode
 from secateur.cli import main
-from secateur.inference.packed import PackedLinear
+from secateur.inference.packed import PackedLinear, pack
 from tests import tiny
 
 
@@ -45,7 +45,7 @@ def test_the_plain_sentence() -> None:
     assert decode.NOTHING not in decode.summary({**slower, "cells": [cell()]})
     step = {
         "dtype": "bfloat16", "sparsity": 0.8, "packed_layers": 2, "layers": 3, "dense_ms": [20.0], "packed_ms": [10.0],
-        "difference": 0.01, "right": True,
+        "dense_error": 0.01, "packed_error": 0.05, "right": True,
     }  # fmt: skip
     model = {**slower, "model": "m", "steps": [step]}
     assert decode.summary(model)[-1] == (
@@ -55,7 +55,7 @@ def test_the_plain_sentence() -> None:
     model["steps"] = [{**step, "packed_ms": [21.0]}]
     assert decode.summary(model)[-1] == decode.NOTHING
     model["steps"] = [{**step, "right": False}]
-    assert "outputs differ, by 1.0% of the largest logit" in decode.summary(model)[-2]
+    assert "outputs differ: 5.0% from the logits in fp32, dense 1.0%." in decode.summary(model)[-2]
     assert decode.summary(model)[-1] == decode.NOTHING
 
 
@@ -82,6 +82,7 @@ def test_a_model_is_measured_layer_by_layer_and_whole(
     saved = json.loads(path.read_text())
     (step,) = saved["steps"]
     assert step["right"]
+    assert step["sparsity"] == pytest.approx(0.8, abs=0.02)
     assert len(step["dense_ms"]) == len(step["packed_ms"]) == 3
     linears = [layer for layer in model.model.layers.modules() if isinstance(layer, nn.Linear)]
     assert sum(one["layers"] for one in saved["cells"]) in (
@@ -90,6 +91,17 @@ def test_a_model_is_measured_layer_by_layer_and_whole(
     )  # one more if untied
     assert all(one["right"] and one["sparsity"] == pytest.approx(0.8, abs=0.02) for one in saved["cells"])
     assert "there, float32, " in capsys.readouterr().out
+
+
+def test_a_model_whose_packed_layers_are_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="the model comes from transformers, which is not installed")
+    model = tiny.llama().to(torch.bfloat16).eval()
+    decode.prune_by_magnitude(model, 0.5)
+    monkeypatch.setattr(decode, "pack", lambda given: pack(given, memory=True))
+    assert decode.measure_steps(model, 3)["right"]
+    right = PackedLinear.forward
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: 1.05 * right(self, x))
+    assert not decode.measure_steps(model, 3)["right"]
 
 
 def test_options_that_do_not_fit_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,8 @@
 
     python tools/try_wheel.py dist
 
-First with torch alone: import, prune while training, packed layers in native code, `secateur --help`. Then with the extra
-[demo]: the demo.
+First with torch alone: import, prune while training, run packed layers in native code, `secateur --help`. Then with the
+extra [demo]: the demo.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def has_library(wheel: Path) -> bool:
     there = f"{NATIVE}.so" in zipfile.ZipFile(wheel).namelist()
     can = sys.platform == "linux" and platform.machine() == "x86_64" and shutil.which(os.environ.get("CC", "cc"))
     assert there or not can, "there is a C compiler, but the wheel has no C library"
-    print("C library in the wheel" if there else "no C compiler for this system: the wheel has no C library", flush=True)
+    print(
+        "C library in the wheel" if there else "no C compiler for this system: the wheel has no C library", flush=True
+    )
     return there
 
 
