@@ -49,7 +49,7 @@ def test_the_plain_sentence() -> None:
     }  # fmt: skip
     model = {**slower, "model": "m", "steps": [step]}
     assert decode.summary(model)[-1] == (
-        "m, bfloat16, 80% zeros, 2 of 3 linear layers packed: 50.0 tokens/s dense, 100.0 packed (2.00x; of the fastest"
+        "m, bfloat16, 2 of 3 linear layers packed (80% zeros): 50.0 tokens/s dense, 100.0 packed (2.00x; of the fastest"
         " steps 2.00x)."
     )
     model["steps"] = [{**step, "packed_ms": [21.0]}]

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import secateur as sc
 from secateur.errors import ModelError, SecateurError
@@ -225,6 +227,30 @@ def test_what_the_library_cannot_read_is_left_to_torch(used: cpu.Library) -> Non
             cpu.linear(*wrong, mask, offsets, scale, bias, columns)
     assert cpu.linear(x[0], values, mask, offsets, scale, bias, columns).shape == (6,)
     assert cpu.linear(x.view(2, 1, 20), values, mask, offsets, scale, bias, columns).shape == (2, 1, 6)
+
+
+def test_tracing_records_the_op_and_compiling_runs_the_kernel(used: cpu.Library) -> None:
+    layer = nn.Linear(64, 32)
+    with torch.no_grad():
+        layer.weight.copy_(weight_of(32, 64, torch.float32))
+    packed, x = PackedLinear.from_linear(layer).eval(), torch.randn(2, 64)
+    with torch.no_grad():
+        expected = packed(x)
+        traced = make_fx(packed)(x)
+        compiled = torch.compile(packed, backend="eager", fullgraph=True)(x)
+    assert "secateur.packed_linear" in traced.code
+    assert torch.equal(traced(x), expected)
+    assert torch.equal(compiled, expected)
+    assert torch.equal(packed(x).detach(), expected)  # through autograd
+
+
+def test_several_threads_may_call_at_once(used: cpu.Library) -> None:
+    cases = [arguments(weight_of(300, 500, torch.bfloat16), 2) for _ in range(4)]
+    expected = [used.linear(*given) for given in cases]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            found = list(pool.map(lambda given: used.linear(*given), cases))
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_without_the_library_a_weight_is_unpacked_once(

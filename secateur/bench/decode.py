@@ -173,11 +173,14 @@ def measure_steps(model: Any, tokens: int) -> dict[str, Any]:
             taken.append(round((time.perf_counter() - began) * 1e3, 3))
     exact = copy.deepcopy(model).float()(ids).logits[:, PROMPT:]
     dense, packed = (float((torch.cat(found, 1) - exact).norm() / exact.norm()) for found in logits)
-    rows = [row for row in report.layers if row.zeros]
+    packable = {name for name, _, reason in linear_layers(model) if not reason}
+    rows = [row for row in report.layers if row.name in packable]
     weights = sum(row.shape[0] * row.shape[1] for row in rows)
     return {
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "sparsity": round(sum(row.zeros for row in rows) / weights, 4) if weights else 0.0,  # of layers with zeros
+        "sparsity": round(sum(row.zeros for row in rows) / weights, 4)
+        if weights
+        else 0.0,  # of layers that can be packed
         "packed_layers": len(report.packed),
         "layers": len(report.layers),
         "dense_ms": times[0],
@@ -215,8 +218,8 @@ def summary(data: dict[str, Any]) -> list[str]:
         best = [min(cell["dense_us"]) / min(cell["packed_us"]) for cell in data["cells"] if cell["right"]]
     for step in data.get("steps", []):
         dense, packed = step["dense_ms"], step["packed_ms"]
-        what = f"{data['model']}, {step['dtype']}, {step['sparsity']:.0%} zeros, {step['packed_layers']} of"
-        said = f"{what} {step['layers']} linear layers packed: {1e3 / median(dense):.1f} tokens/s dense"
+        what = f"{data['model']}, {step['dtype']}, {step['packed_layers']} of {step['layers']} linear layers packed"
+        said = f"{what} ({step['sparsity']:.0%} zeros): {1e3 / median(dense):.1f} tokens/s dense"
         if not step["right"]:
             errors = f"{step['packed_error']:.1%} from the logits in fp32, dense {step['dense_error']:.1%}"
             lines.append(f"{said}; {DIFFER}: {errors}.")
