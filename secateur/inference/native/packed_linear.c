@@ -348,8 +348,8 @@ ROWS(avx512_rows, TARGET_AVX512, float, Four, FLOAT32, convert_avx512, ones_fast
 #define TARGET_BF16                                                                                                    \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,avx512vpopcntdq,avx512bf16,avx2,fma,f16c,popcnt,bmi2")))
 
-/* Where lane i of sixteen takes its value from: the number of ones below bit i. On Zen 4 this and a permutation take 2 to 3
-   cycles where an expansion takes 5, on another pipe. */
+/* Where lane i of sixteen takes its value from: the number of ones below bit i. On Zen 4, where an
+   expansion takes 5 cycles, this and a permutation are faster (docs/LOG.md). */
 TARGET_BF16 MINE __m512i places16(uint16_t bits) {
     const __m512i below = _mm512_set_epi32(0x7fff, 0x3fff, 0x1fff, 0xfff, 0x7ff, 0x3ff, 0x1ff, 0xff, 0x7f, 0x3f, 0x1f,
                                            0xf, 7, 3, 1, 0);
