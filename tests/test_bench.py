@@ -33,6 +33,7 @@ TOY = {
     "scale": "--device cpu --up-to 1000000 --calls 1",
     "probe": "--device cpu --shape tiny --sequences 4 --length 12 --batches 1 2",
     "quality": "--device cpu --model model --text text.txt --context 16 --windows 9 --sparsity 0.5",
+    "decode": "--device cpu --shapes 64x96 --sparsity 0.5 --calls 5",
     "demo": "--steps 20",
 }
 KEYS = {
@@ -55,6 +56,7 @@ KEYS = {
     "scale": {"seed", "sparsity", "dtype", "scores", "bandwidth", "sizes"},
     "probe": {"seed", "shape", "prunable", "passes", "recommended", "jobs"},
     "quality": {"seed", "model", "context", "windows", "dense", "cells"},
+    "decode": {"kernel", "calls", "cells"},
     "demo": {"seed", "header", "rows", "held_out_loss"},
 }
 ALWAYS = {"theme", "date", "command", "commit", "hardware", "memory", "versions"}

@@ -36,7 +36,7 @@ def states_equal(one: nn.Module, other: nn.Module) -> bool:
 def test_outputs_are_equal_to_the_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     model, x = network(dtype), torch.randn(shape).to(dtype)
     expected = model(x)
-    report = sc.pack(model)
+    report = sc.pack(model, memory=True)
     assert report.packed == ("0", "2", "3")
     assert [name for name, _ in packed_layers(model)] == ["0", "2", "3"]
     assert torch.equal(model(x), expected)
@@ -47,7 +47,7 @@ def test_unpacking_is_exact_and_keeps_what_belongs_to_a_layer() -> None:
     model[0].weight.requires_grad_(False)
     model[2].train()
     before, biases = copy.deepcopy(model), [model[0].bias, model[3].bias]
-    sc.pack(model)
+    sc.pack(model, memory=True)
     assert sc.unpack(model) is model
     assert states_equal(model, before)
     assert [type(layer) for layer in model] == [nn.Linear, nn.GELU, nn.Linear, nn.Linear]
@@ -61,7 +61,7 @@ def test_negative_zero_comes_back_as_zero() -> None:
     with torch.no_grad():
         model[0].weight.mul_(torch.where(model[0].weight == 0, -1.0, 1.0))
     assert bool(torch.signbit(model[0].weight[model[0].weight == 0]).all())
-    sc.pack(model)
+    sc.pack(model, memory=True)
     sc.unpack(model)
     assert not bool(torch.signbit(model[0].weight[model[0].weight == 0]).any())
 
@@ -93,7 +93,7 @@ def test_the_report_says_what_was_left_and_why() -> None:
             layer.weight.data[:, ::2] = 0
     nn.init.ones_(model.dense.weight)
     handle = model.hooked.register_forward_hook(lambda *_: None)
-    report = sc.pack(model)
+    report = sc.pack(model, memory=True)
     reasons = {row.name: row.reason for row in report.layers}
     assert report.packed == ("up",)
     other = "NonDynamicallyQuantizableLinear is a subclass of nn.Linear, which may compute something else"
@@ -111,9 +111,11 @@ def test_the_report_says_what_was_left_and_why() -> None:
         "head": "shares its memory with embedding.weight",
     }
     model.view.weight = nn.Parameter(torch.zeros(16, 16))
-    assert {row.name: row.reason for row in sc.pack(model).layers}["hooked"] == "has hooks, which would be lost"
+    assert {row.name: row.reason for row in sc.pack(model, memory=True).layers}[
+        "hooked"
+    ] == "has hooks, which would be lost"
     handle.remove()
-    assert "hooked" in sc.pack(model).packed
+    assert "hooked" in sc.pack(model, memory=True).packed
     row = report.layers[0]
     assert (row.dense_bytes, row.packed_bytes, row.sparsity) == (16 * 32 * 4, 16 * 32 // 8 + 16 * 32 * 2, 0.5)
     assert report.packed_bytes == report.dense_bytes - row.dense_bytes + row.packed_bytes
@@ -124,9 +126,9 @@ def test_the_report_says_what_was_left_and_why() -> None:
 
 def test_packing_twice_changes_nothing() -> None:
     model = network()
-    sc.pack(model)
+    sc.pack(model, memory=True)
     before = copy.deepcopy(model)
-    assert sc.pack(model).layers == ()
+    assert sc.pack(model, memory=True).layers == ()
     assert states_equal(model, before)
     assert sc.unpack(network()) is not None  # nothing to unpack is fine too
 
@@ -167,7 +169,7 @@ def test_the_op_keeps_torchs_contract(int8: bool) -> None:
 
 def test_it_compiles_into_one_graph() -> None:
     model, x = network(), torch.randn(4, 37)
-    sc.pack(model)
+    sc.pack(model, memory=True)
     expected = model(x)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), expected)
@@ -217,7 +219,7 @@ def test_gradients_reach_inputs_and_bias_in_eval_mode() -> None:
 
 def test_training_is_refused() -> None:
     model = network()
-    sc.pack(model)
+    sc.pack(model, memory=True)
     model.train()
     with pytest.raises(ModelError, match=r"cannot be trained. Call model.eval\(\) to run the model, or sc.unpack"):
         model(torch.randn(2, 37))
@@ -250,7 +252,7 @@ def test_int8_layers_multiply_with_the_rounded_weight() -> None:
 
 def test_copies_states_and_dtypes() -> None:
     model, x = network(), torch.randn(4, 37)
-    sc.pack(model)
+    sc.pack(model, memory=True)
     copied = copy.deepcopy(model)
     assert torch.equal(copied(x), model(x))
     assert copied[0].weight.data_ptr() != model[0].weight.data_ptr()
@@ -274,7 +276,7 @@ def test_casting_keeps_the_scales_of_int8_values() -> None:
 
 def test_states_of_another_sparsity_can_be_loaded() -> None:
     one, other, x = network(sparsity=0.8), network(sparsity=0.6), torch.randn(4, 37)
-    sc.pack(one), sc.pack(other)
+    sc.pack(one, memory=True), sc.pack(other, memory=True)
     expected = one(x)
     assert {"0.weight", "0.weight_mask", "0.bias"} <= one.state_dict().keys()
     assert not any("offsets" in name for name in one.state_dict())
@@ -290,7 +292,7 @@ def test_states_of_another_sparsity_can_be_loaded() -> None:
 
 def test_states_that_do_not_fit_are_refused() -> None:
     model, dense = network(), network()
-    sc.pack(model)
+    sc.pack(model, memory=True)
     with pytest.raises(RuntimeError, match="weight_mask"):
         model.load_state_dict(dense.state_dict())
     before = copy.deepcopy(model[0])

@@ -97,7 +97,7 @@ def test_save_pretrained_round_trips(tmp_path: Path) -> None:
 def test_models_packed_in_memory_are_saved_as_such(tmp_path: Path) -> None:
     model = sparsify(tiny.llama())
     expected = logits(model)
-    sc.pack(model)
+    sc.pack(model, memory=True)
     assert model.config.quantization_config.quant_method == "secateur"
     model.save_pretrained(tmp_path / "a")
     assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")), expected)
@@ -163,7 +163,7 @@ def test_sizes_on_disk(tmp_path: Path) -> None:
         layers = sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, nn.Linear))
         other = sum(parameter.nbytes for parameter in model.parameters()) - layers
         assert ((tmp_path / f"{sparsity}" / "model.safetensors").stat().st_size - other) / layers < share + 0.01
-        report = sc.pack(model)
+        report = sc.pack(model, memory=True)
         assert report.packed_bytes / report.dense_bytes == pytest.approx(share, abs=0.01)
 
 
@@ -296,7 +296,7 @@ def test_modules_of_any_kind_round_trip(tmp_path: Path, packed: bool, already: b
     model = sparsify(Small())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if already:
-        sc.pack(model)
+        sc.pack(model, memory=True)
     sc.save(model, tmp_path / "a", packed=packed)
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"README.md", "model.safetensors", "secateur.json"}
     with form.WeightFiles([tmp_path / "a" / "model.safetensors"]) as found:
@@ -322,7 +322,7 @@ def test_a_module_is_unchanged_if_the_file_does_not_fit(tmp_path: Path) -> None:
         (lambda model: delattr(model, "up"), "has up.bias, which the module does not have"),
         (lambda model: setattr(model, "up", nn.Linear(9, 16)), "up.weight is .16, 8. in .* and .16, 9. in the module"),
         (lambda model: model.to("meta"), "embedding.weight is on the meta device"),
-        (lambda model: sc.pack(sparsify(model)), "Call sc.unpack.module., then load into it"),
+        (lambda model: sc.pack(sparsify(model), memory=True), "Call sc.unpack.module., then load into it"),
     ):
         model = Small()
         change(model)

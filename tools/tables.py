@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import secateur
-from secateur.bench import accuracy, pace, probe, quality, scale, select, step, train
+from secateur.bench import accuracy, decode, pace, probe, quality, scale, select, step, train
 from secateur.files import write
 from secateur.lab.record import ROOT, results_folder
 from secateur.report import markdown_table
@@ -151,6 +151,12 @@ def pace_tables(record: Record) -> list[str]:
     return [markdown_table(*pace.table(record["rows"]))]
 
 
+def decode_tables(record: Record) -> list[str]:
+    busy = f"Load of the machine when it began: {record['load_at_start']}." if record["load_at_start"] else ""
+    lines = [*decode.summary(record), busy]
+    return [markdown_table(*decode.table(record["cells"])), "\n".join(f"- {line}" for line in lines if line)]
+
+
 def train_part() -> str:
     """Both modes from one run; failing that, from a run of each."""
     whole = part("train", GPU, train_tables)
@@ -176,6 +182,8 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "demo": lambda: part("demo", CPU, lambda found: [markdown_table(found["header"], found["rows"])]),
     "cost": cost_table,
+    "decode": lambda: part("decode", CPU, decode_tables),
+    "decode-model": lambda: part("decode-model", CPU, decode_tables),
     "pace": lambda: part("pace", GPU, pace_tables),
     "probe": lambda: part(
         "probe",

@@ -13,5 +13,6 @@ NAMES = {
     "scale": "one mask update from a million weights to seven billion",
     "probe": "calibration, the joint probe and five pruning rounds on a large model: time and memory",
     "quality": "perplexity of a language model pruned after training by every method",
+    "decode": "what zeros buy in inference on this device: dense and packed time of one input, by layer and in all",
     "demo": "the table of `secateur demo`, recorded",
 }

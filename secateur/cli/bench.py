@@ -131,6 +131,24 @@ def _quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="(all)")
 
 
+def _decode(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODELS} (made-up layers of the --shapes)")
+    add_device(parser)
+    parser.add_argument(
+        "--sparsity",
+        type=sparsity,
+        nargs="+",
+        help="zeros by magnitude (made-up: 0.5 0.8 0.9, a model: its own zeros)",
+    )
+    parser.add_argument("--shapes", nargs="+", metavar="ROWSxCOLUMNS", help="made-up layers (4096x4096 8192x8192)")
+    dtypes = ("bfloat16", "float32", "float16")
+    parser.add_argument("--dtype", nargs="+", choices=dtypes, help="(made-up: bfloat16, a model: its own)")
+    parser.add_argument("--int8", action="store_true", help="made-up layers also with int8 values")
+    parser.add_argument("--threads", type=positive, help="torch's threads on a CPU (as many as torch takes)")
+    parser.add_argument("--calls", type=positive, default=30, help="timed calls of each form of a layer (30)")
+    parser.add_argument("--tokens", type=positive, default=48, help="timed tokens of each form of a model (48)")
+
+
 def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=demo_steps, help="training steps of each run (450)")
 
@@ -144,6 +162,7 @@ OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "scale": _scale,
     "probe": _probe,
     "quality": _quality,
+    "decode": _decode,
     "demo": _demo,
 }
 
@@ -172,7 +191,7 @@ def run(options: argparse.Namespace) -> int:
     check_folder(options.out or results_folder(), PAGE, replaced=False)  # measure only what can be recorded
     if hasattr(options, "device"):
         options.device = pick_device(options.device)
-    _check_sparsity(getattr(options, "sparsity", []))
+    _check_sparsity(getattr(options, "sparsity", None) or [])
     return int(importlib.import_module(f"secateur.bench.{options.name}").run(options))
 
 

@@ -1,0 +1,232 @@
+"""Measure what zeros buy in inference on this device: dense and packed time of one input, by layer shape and in all.
+
+Without a model, layers are made up. With one, its own zeros are measured (or those that --sparsity makes by magnitude),
+then whole decoding steps at batch 1. Dense and packed calls alternate, on copies that together exceed the caches. Times
+are the smallest of all calls, since other work on the machine can only make a call longer; the ratio of the medians
+stands beside. No ratio is given where the outputs differ.
+
+Example: secateur bench decode smollm2 --device cpu --threads 2 --sparsity 0.8 --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.bench.measuring import ratio, synchronize
+from secateur.errors import SecateurError
+from secateur.inference import cpu
+from secateur.inference.packed import PackedLinear, linear_layers, pack
+from secateur.inference.timing import compare
+from secateur.integrations.folder import load
+from secateur.lab import record
+from secateur.report import text_table
+
+SHAPES = ("4096x4096", "8192x8192")
+SPARSITIES = (0.5, 0.8, 0.9)
+BARS = {("8192x8192", "bfloat16", 0.5): 1.4, ("8192x8192", "bfloat16", 0.8): 2.0}  # speedups to reach on a CPU
+BAR_MODEL = 1.4  # tokens/s at 80 % sparsity
+SECONDS = 20.0  # for one layer
+NOTHING = "Nothing is gained here."
+DIFFER = "outputs differ"
+PROMPT = 16  # tokens before those that are timed
+# Rounding grows through the layers, so packed logits may be this much further from those of the fp32 model than dense
+# logits are (norm of the difference, relative).
+FURTHER, BESIDES = 1.25, 1e-4
+LEAST_GAIN = 1.02  # a smaller one is noise
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, save."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    data = _of_model(options) if options.model else _of_shapes(options)
+    print(text_table(*table(data["cells"])))
+    for line in summary(data):
+        print(line)
+    print(record.save("decode-model" if options.model else "decode", data, options, options.device))
+    return 0
+
+
+def kernel(device: torch.device) -> str:
+    """What computes packed layers on this device."""
+    if device.type != "cpu":
+        return "the kernels of this device"
+    found = cpu.library()
+    if cpu.off():
+        return "plain torch (SECATEUR_KERNELS=off)"
+    return f"plain torch: {found}" if isinstance(found, str) else cpu.LEVELS[found.level]
+
+
+def _of_shapes(options: argparse.Namespace) -> dict[str, Any]:
+    """Made-up layers of every shape, dtype and sparsity."""
+    cells = []
+    for shape in [_shape(text) for text in options.shapes or SHAPES]:
+        for dtype in options.dtype or ["bfloat16"]:
+            for sparsity in options.sparsity or SPARSITIES:
+                layer = made_up(shape, getattr(torch, dtype), sparsity, options.device)
+                for int8 in (False, True) if options.int8 else (False,):
+                    cells.append(measure(layer, options.calls, int8=int8))
+    return {"kernel": kernel(options.device), "calls": options.calls, "cells": cells}
+
+
+def _shape(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if not found:
+        raise SecateurError(f"--shapes {text}: a shape is written ROWSxCOLUMNS, such as 4096x4096.")
+    return int(found[1]), int(found[2])
+
+
+def made_up(shape: tuple[int, int], dtype: torch.dtype, sparsity: float, device: torch.device) -> nn.Linear:
+    """A random layer with this share of zeros at random places."""
+    generator = torch.Generator(device).manual_seed(0)
+    layer = nn.Linear(shape[1], shape[0], bias=False, device=device, dtype=dtype).requires_grad_(False)
+    drawn = torch.rand(shape, generator=generator, device=device)
+    layer.weight.data = torch.where(drawn < sparsity, 0.0, drawn - (1 + sparsity) / 2).to(dtype)
+    return layer.eval()
+
+
+def measure(layer: nn.Linear, calls: int, *, int8: bool = False) -> dict[str, Any]:
+    """Dense and packed time of one layer, with what was measured."""
+    weight = layer.weight.detach()
+    packed = PackedLinear.from_linear(layer, int8=int8).eval()
+    generator = torch.Generator(weight.device).manual_seed(1)
+    x = torch.randn((1, layer.in_features), generator=generator, device=weight.device).to(weight.dtype)
+    found = compare(layer, packed, x, exact=not int8, most=calls, seconds=SECONDS)
+    return {
+        "shape": "x".join(map(str, weight.shape)),
+        "layers": 1,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "values": "int8" if int8 else "as dense",
+        "sparsity": round(1 - int(torch.count_nonzero(weight)) / weight.numel(), 4),
+        "bytes": packed.packed.nbytes / weight.nbytes,
+        "dense_us": found.dense,
+        "packed_us": found.packed,
+        "difference": found.difference,
+        "right": found.right,
+    }
+
+
+def _of_model(options: argparse.Namespace) -> dict[str, Any]:
+    """Every layer shape of a model, then whole decoding steps."""
+    if options.shapes or options.int8:
+        raise SecateurError("--shapes and --int8 are for made-up layers; leave out the model or the options.")
+    cells, steps = [], []
+    for dtype in options.dtype or [None]:
+        for sparsity in options.sparsity or [None]:
+            model, _ = load(
+                options.model, dtype=None if dtype is None else getattr(torch, dtype), device=options.device
+            )
+            model.requires_grad_(False)
+            if sparsity is not None:
+                prune_by_magnitude(model, sparsity)
+            cells += measure_layers(model, options.calls)
+            steps.append(measure_steps(model, options.tokens))
+    return {"kernel": kernel(options.device), "model": options.model, "cells": cells, "steps": steps}
+
+
+@torch.no_grad()
+def prune_by_magnitude(model: nn.Module, sparsity: float) -> None:
+    """Zero the smallest weights of every layer that can be packed. For speed alone: quality is not looked at."""
+    for _, layer, reason in linear_layers(model):
+        if not reason:
+            sizes = layer.weight.float().abs()
+            cut = sizes.flatten().kthvalue(max(1, round(sparsity * sizes.numel()))).values
+            layer.weight.masked_fill_(sizes <= cut, 0)
+
+
+def measure_layers(model: nn.Module, calls: int) -> list[dict[str, Any]]:
+    """A measurement for every shape among the layers that can be packed, with the number of such layers."""
+    groups: dict[tuple[int, ...], list[nn.Linear]] = {}
+    for _, layer, reason in linear_layers(model):
+        if not reason:
+            groups.setdefault(tuple(layer.weight.shape), []).append(layer)
+    return [{**measure(layers[0], calls), "layers": len(layers)} for layers in groups.values()]
+
+
+@torch.no_grad()
+def measure_steps(model: Any, tokens: int) -> dict[str, Any]:
+    """Milliseconds of decoding steps, dense and packed in turns on the same tokens, and how far from fp32 both are."""
+    other = copy.deepcopy(model)
+    report = pack(other)
+    device = next(model.parameters()).device
+    size = model.get_input_embeddings().num_embeddings
+    ids = torch.randint(size, (1, PROMPT + tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    forms = (model, other)
+    caches = [one(ids[:, :PROMPT], use_cache=True).past_key_values for one in forms]
+    times: tuple[list[float], list[float]] = [], []
+    logits: tuple[list[Tensor], list[Tensor]] = [], []
+    for place in range(PROMPT, PROMPT + tokens):
+        for one, cache, taken, found in zip(forms, caches, times, logits, strict=True):
+            synchronize(device)
+            began = time.perf_counter()
+            found.append(one(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits.float())
+            synchronize(device)
+            taken.append(round((time.perf_counter() - began) * 1e3, 3))
+    exact = copy.deepcopy(model).float()(ids).logits[:, PROMPT:]
+    dense, packed = (float((torch.cat(found, 1) - exact).norm() / exact.norm()) for found in logits)
+    packable = {name for name, _, reason in linear_layers(model) if not reason}
+    rows = [row for row in report.layers if row.name in packable]
+    weights = sum(row.shape[0] * row.shape[1] for row in rows)
+    return {
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "sparsity": round(sum(row.zeros for row in rows) / weights, 4)
+        if weights
+        else 0.0,  # of layers that can be packed
+        "packed_layers": len(report.packed),
+        "layers": len(report.layers),
+        "dense_ms": times[0],
+        "packed_ms": times[1],
+        "dense_error": dense,
+        "packed_error": packed,
+        "right": packed <= FURTHER * dense + BESIDES,
+    }
+
+
+def table(cells: Sequence[dict[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Header and rows: one for each shape, dtype and sparsity."""
+    header = ("layer", "layers", "dtype", "values", "zeros", "bytes", "dense us", "packed us", "speedup", "of medians")
+    rows = []
+    for cell in cells:
+        dense, packed, right = cell["dense_us"], cell["packed_us"], cell["right"]
+        bar = BARS.get((cell["shape"], cell["dtype"], round(cell["sparsity"], 2)))
+        speedup = min(dense) / min(packed)
+        shown = ratio(speedup, right, DIFFER)
+        if bar and right and cell["values"] != "int8":
+            shown += f" (bar {bar}x {'met' if speedup >= bar else 'missed'})"
+        rows.append(
+            (cell["shape"], str(cell["layers"]), cell["dtype"], cell["values"], f"{cell['sparsity']:.0%}",
+             f"{cell['bytes']:.0%}", f"{min(dense):.0f}", f"{min(packed):.0f}", shown,
+             ratio(median(dense) / median(packed), right, DIFFER))
+        )  # fmt: skip
+    return header, rows
+
+
+def summary(data: dict[str, Any]) -> list[str]:
+    """The plain sentences: all layers together, whole decoding steps, and whether anything is gained."""
+    lines = [f"Packed layers are computed by: {data['kernel']}."]
+    best: list[float] = []
+    if "steps" not in data:
+        best = [min(cell["dense_us"]) / min(cell["packed_us"]) for cell in data["cells"] if cell["right"]]
+    for step in data.get("steps", []):
+        dense, packed = step["dense_ms"], step["packed_ms"]
+        what = f"{data['model']}, {step['dtype']}, {step['packed_layers']} of {step['layers']} linear layers packed"
+        said = f"{what} ({step['sparsity']:.0%} zeros): {1e3 / median(dense):.1f} tokens/s dense"
+        if not step["right"]:
+            errors = f"{step['packed_error']:.1%} from the logits in fp32, dense {step['dense_error']:.1%}"
+            lines.append(f"{said}; {DIFFER}: {errors}.")
+            continue
+        best.append(median(dense) / median(packed))
+        lines.append(
+            f"{said}, {1e3 / median(packed):.1f} packed ({best[-1]:.2f}x; of the fastest steps"
+            f" {min(dense) / min(packed):.2f}x)."
+        )
+    return lines if best and max(best) >= LEAST_GAIN else [*lines, NOTHING]

@@ -1,0 +1,112 @@
+"""The decoding benchmark: what is measured, when no ratio is given, and the plain sentence where nothing is gained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from secateur.bench import decode
+from secateur.cli import main
+from secateur.inference.packed import PackedLinear, pack
+from tests import tiny
+
+
+def cell(**changes: Any) -> dict[str, Any]:
+    return {
+        "shape": "8192x8192", "layers": 1, "dtype": "bfloat16", "values": "as dense", "sparsity": 0.8, "bytes": 0.26,
+        "dense_us": [100.0, 120.0], "packed_us": [40.0, 60.0], "difference": 0.0, "right": True, **changes,
+    }  # fmt: skip
+
+
+def test_rows_show_the_fastest_calls_and_the_bar() -> None:
+    header, (row,) = decode.table([cell()])
+    assert len(header) == len(row)
+    assert row[header.index("dense us") :] == ("100", "40", "2.50x (bar 2.0x met)", "2.20x")
+    assert decode.table([cell(packed_us=[80.0])])[1][0][8] == "1.25x (bar 2.0x missed)"
+    assert decode.table([cell(values="int8")])[1][0][8] == "2.50x"
+
+
+def test_no_ratio_where_outputs_differ() -> None:
+    (row,) = decode.table([cell(right=False)])[1]
+    assert row[-2:] == ("outputs differ", "outputs differ")
+    assert not any("x" in text for text in row[1:3] + row[5:])
+    data = {"kernel": "portable", "cells": [cell(right=False)]}
+    assert decode.summary(data)[-1] == "Nothing is gained here."
+
+
+def test_the_plain_sentence() -> None:
+    slower = {"kernel": "portable", "cells": [cell(packed_us=[100.0])]}
+    assert decode.summary(slower)[-1] == "Nothing is gained here."
+    assert decode.NOTHING not in decode.summary({**slower, "cells": [cell()]})
+    step = {
+        "dtype": "bfloat16", "sparsity": 0.8, "packed_layers": 2, "layers": 3, "dense_ms": [20.0], "packed_ms": [10.0],
+        "dense_error": 0.01, "packed_error": 0.05, "right": True,
+    }  # fmt: skip
+    model = {**slower, "model": "m", "steps": [step]}
+    assert decode.summary(model)[-1] == (
+        "m, bfloat16, 2 of 3 linear layers packed (80% zeros): 50.0 tokens/s dense, 100.0 packed (2.00x; of the fastest"
+        " steps 2.00x)."
+    )
+    model["steps"] = [{**step, "packed_ms": [21.0]}]
+    assert decode.summary(model)[-1] == decode.NOTHING
+    model["steps"] = [{**step, "right": False}]
+    assert "outputs differ: 5.0% from the logits in fp32, dense 1.0%." in decode.summary(model)[-2]
+    assert decode.summary(model)[-1] == decode.NOTHING
+
+
+def test_layers_that_compute_something_else_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = decode.made_up((32, 48), torch.bfloat16, 0.5, torch.device("cpu"))
+    found = decode.measure(layer, 5)
+    assert found["right"]
+    assert found["sparsity"] == pytest.approx(0.5, abs=0.05)
+    assert decode.measure(layer, 5, int8=True)["right"]
+    right = PackedLinear.forward
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: 1.2 * right(self, x))
+    assert not decode.measure(layer, 5)["right"]
+
+
+def test_a_model_is_measured_layer_by_layer_and_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", reason="the model comes from transformers, which is not installed")
+    model = tiny.llama()
+    monkeypatch.setattr(decode, "load", lambda name, dtype, device: (model.to(dtype).eval(), None))
+    words = ["bench", "decode", "there", "--device", "cpu", "--sparsity", "0.8", "--dtype", "float32", "--calls", "5"]
+    assert main([*words, "--tokens", "3", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    saved = json.loads(path.read_text())
+    (step,) = saved["steps"]
+    assert step["right"]
+    assert step["sparsity"] == pytest.approx(0.8, abs=0.02)
+    assert len(step["dense_ms"]) == len(step["packed_ms"]) == 3
+    linears = [layer for layer in model.model.layers.modules() if isinstance(layer, nn.Linear)]
+    assert sum(one["layers"] for one in saved["cells"]) in (
+        len(linears),
+        len(linears) + 1,
+    )  # one more if untied
+    assert all(one["right"] and one["sparsity"] == pytest.approx(0.8, abs=0.02) for one in saved["cells"])
+    assert "there, float32, " in capsys.readouterr().out
+
+
+def test_a_model_whose_packed_layers_are_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="the model comes from transformers, which is not installed")
+    model = tiny.llama().to(torch.bfloat16).eval()
+    decode.prune_by_magnitude(model, 0.5)
+    monkeypatch.setattr(decode, "pack", lambda given: pack(given, memory=True))
+    assert decode.measure_steps(model, 3)["right"]
+    right = PackedLinear.forward
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: 1.05 * right(self, x))
+    assert not decode.measure_steps(model, 3)["right"]
+
+
+def test_options_that_do_not_fit_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "decode", "--device", "cpu", "--shapes", "64", "--out", str(tmp_path)]) == 2
+    assert "a shape is written ROWSxCOLUMNS" in capsys.readouterr().err
+    assert main(["bench", "decode", "model", "--device", "cpu", "--int8", "--out", str(tmp_path)]) == 2
+    assert "for made-up layers; leave out the model" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
