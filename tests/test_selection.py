@@ -63,6 +63,14 @@ def test_model_scope_is_a_stable_sort(case: tuple[dict[str, Tensor], dict[str, T
     assert all(torch.equal(found[name], expected[name]) for name in scores)
 
 
+def test_a_bracket_that_ends_at_minus_zero() -> None:
+    """Zeros count as inside it, because -0.0 equals 0.0; the range of keys must have them too."""
+    scores, alive = {"a": torch.tensor([-1.5] * 7 + [-0.0, 0.0])}, {"a": torch.ones(9, dtype=torch.bool)}
+    with mock.patch.object(exact, "_bracket", return_value=(-0x1000001, -1)):
+        found = sc.select(scores, 0.875)
+    assert torch.equal(found["a"], oracle.select_model(scores, 0.875, alive)["a"])
+
+
 @pytest.mark.slow
 @settings(max_examples=4000)
 @given(tensors(), SPARSITY, st.integers(1, 9), st.integers(0, 12), st.integers(LOWEST_KEY, HIGHEST_KEY))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import ModelError, SecateurError
+from secateur.inference import saving
 from secateur.integrations import evaluation, smollm2
-from secateur.integrations import folder as models
 from secateur.integrations import transformers as hf
 from tests import tiny
 from tests.test_api import run_blocked
@@ -54,7 +54,7 @@ def test_where_nothing_is_named_the_first_kind_that_fits_is_taken() -> None:
 
     def kind(config: Any, *names: str) -> str:
         config.architectures = list(names)
-        return models._kind(transformers, config).__name__
+        return saving.pretrained_class(config).__name__
 
     assert kind(transformers.LlamaConfig()) == kind(transformers.LlamaConfig(), "pipeline") == "AutoModelForCausalLM"
     assert kind(transformers.DistilBertConfig()) == "AutoModelForMaskedLM"
@@ -125,7 +125,7 @@ def test_smollm2_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             lambda: hf.save(0, 0, "x", {}, {}),
             "safetensors",
-            'Saving masks needs safetensors: pip install "secateur[hf]".',
+            'Saving a model needs safetensors: pip install "secateur[hf]".',
         ),
         (lambda: hf.load_masks("x"), "safetensors", 'Reading masks needs safetensors: pip install "secateur[hf]".'),
         (lambda: hf.lm_eval(nn.Linear(1, 1), 0, []), "lm_eval", "Running tasks needs lm_eval: pip install lm_eval."),

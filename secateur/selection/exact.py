@@ -32,6 +32,7 @@ SIGMAS = 3  # half-width of the bracket, in standard deviations of the sampled r
 DIGIT = 11  # bits of the key resolved by one histogram: 16 KiB of int64 counts
 
 LOWEST_KEY, HIGHEST_KEY = -0x7F800001, 0x7F800000  # of -inf and +inf; NaN lies outside
+MINUS_ZERO_KEY = -1  # no score has it: -0.0 gets the key of 0.0
 DEAD_KEY = LOWEST_KEY - 1  # of a weight that does not compete: below all that do, outside every bracket
 
 
@@ -114,7 +115,8 @@ def prune_exactly(tensors: Sequence[ScoredTensor], count: int, peers: Peers = AL
     count = min(max(count, 0), living)
     if count == 0:
         return None, [_everything(p) if p.alive is None else p.alive.clone() for p in tensors]
-    bracket = _bracket(tensors, count / living, peers)
+    low, high = _bracket(tensors, count / living, peers)
+    bracket = low, 0 if high == MINUS_ZERO_KEY else high  # the sweep compares values, and -0.0 equals 0.0
     swept: list[_Swept] = []
     room, ends = COLLECTED, (value_of(bracket[0]), value_of(bracket[1]))
     buffers: dict[torch.device, tuple[Tensor, Tensor]] = {}
