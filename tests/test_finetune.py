@@ -93,6 +93,10 @@ def test_a_model_goes_in_and_a_sparse_one_comes_out(
     assert page.count("<svg") == 3 - ("--lora" in words)  # adapters do not change the sparsity
     assert all(word in page for word in ("Text before and after", last.replace(">", "&gt;"), "secateur finetune"))
     assert last in Path("out", "report.md").read_text()
+    card = Path("out", "README.md").read_text()
+    assert f"{record['before']:.6g}" in card
+    assert f"{record['after']:.6g}" in card
+    assert "secateur finetune model" in card
     assert "held-out perplexity, fine-tuned" in said.out
     assert sorted(path.name for path in folder.iterdir()) == ["model", "one.txt", "out", "two.txt"]
 

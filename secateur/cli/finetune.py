@@ -234,6 +234,7 @@ def _with_adapters(model: Any) -> Any:
 
 
 def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace) -> None:
+    from secateur.inference.card import CARD, model_card
     from secateur.integrations.finetune_page import figures, to_html, to_json, to_markdown
     from secateur.integrations.folder import save
     from secateur.report import text_table
@@ -249,6 +250,10 @@ def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace)
         "report.json": to_json(lines, plan, result, options.invocation),
         "report.html": to_html(title, lines, plan, result, options.invocation),
     }
+    measures = [(f"held-out {result.measure}, {base}", result.before), (f"{result.measure}, fine-tuned", result.after)]
+    texts[CARD] = model_card(
+        folder.name, result.model, report=result.report, measures=measures, command=options.invocation
+    )
     # Before it is saved: should that fail, the figures are not lost.
     print(text_table(("", "value"), figures(plan, result)))
     for note in result.notes:

@@ -78,6 +78,7 @@ def model_card(
     model: nn.Module,
     *,
     report: Report | None = None,
+    measures: Sequence[tuple[str, float]] = (),
     packed: bool = False,
     base_model: str | None = None,
     command: str | None = None,
@@ -85,7 +86,8 @@ def model_card(
 ) -> str:
     """The text of a README.md: what was pruned and how, sparsity, evaluation, command, and how to load it.
 
-    `report` is what `sc.prune`, `sc.probe` or `pruner.report()` gave. `base_model` is the dense model's name on the
+    `report` is what `sc.prune`, `sc.probe` or `pruner.report()` gave. `measures` are named figures of an evaluation,
+    after those that the report has. `base_model` is the dense model's name on the
     hub; by default the name the model was loaded by, if that is one.
     """
     config = getattr(model, "config", None)
@@ -99,8 +101,9 @@ def model_card(
         "## How it was pruned",
         _how(report, command),
     ]
-    if isinstance(report, Outcome) and report.found:
-        rows = [(measure, f"{value:.6g}") for measure, value in report.found]
+    measures = (*(report.found if isinstance(report, Outcome) else ()), *measures)
+    if measures:
+        rows = [(measure, f"{value:.6g}") for measure, value in measures]
         parts += ["## Evaluation", markdown_table(("measure", "value"), rows)]
     loading = MODULE if config is None else PACKED if packed else DENSE
     kind = type(model).__name__

@@ -17,6 +17,7 @@ Points = Sequence[tuple[float, float]]
 BLUE = "#2563eb"
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 520, 250, 62, 34, 14  # of a chart, and its margins
 TICKS = 4
+LEFT_ALIGNED = 'style="text-align:left"'
 
 
 def perplexities(history: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
@@ -82,37 +83,41 @@ def to_html(title: str, lines: Sequence[str], plan: Plan, result: Result, comman
     ratios = [(0.0, 1.0), *((step, value / result.before) for step, value in held_out)] if result.before else []
     base = "the dense model's" if plan.how != "hold" else "that before fine-tuning"
     charts = [
-        _figure("Loss", "Of training batches, by step.", curve(result.history, "loss")),
-        _figure("Sparsity", "Of the prunable weights, by step.", curve(result.history, "sparsity")),
         _figure("Distance from dense" if plan.how != "hold" else "Progress",
                 f"Held-out perplexity over {base}, by step; 1 is equal.", ratios),
+        _figure("Sparsity", "Of the prunable weights, by step.", curve(result.history, "sparsity")),
+        _figure("Loss", "Of training batches, by step.", curve(result.history, "loss")),
     ]  # fmt: skip
     texts = "".join(
-        f"<tr>{''.join(f'<td><pre>{html.escape(part)}</pre></td>' for part in text)}</tr>" for text in result.texts
+        f"<tr>{''.join(f'<td {LEFT_ALIGNED}><pre>{html.escape(part)}</pre></td>' for part in text)}</tr>"
+        for text in result.texts
     )
-    heads = "".join(f'<th style="text-align:left">{name}</th>' for name in ("prompt", "before", "after"))
+    heads = "".join(f"<th {LEFT_ALIGNED}>{name}</th>" for name in ("prompt", "before", "after"))
     layers = heat_map([(row.name, row.sparsity) for row in result.report.tensors])
     body = [
-        f"<p><strong>{html.escape(lines[0])}</strong></p>",
+        f"<p>{html.escape(title)}, {plan.how}{' with LoRA' if plan.lora else ''}.</p>",
         *(f'<p class="warning">{html.escape(line)}</p>' for line in lines[1:]),
         f"<pre>{html.escape(command)}</pre>",
-        html_table(("", "value"), figures(plan, result)),
         f'<div class="figures">{"".join(charts)}</div>',
         f"<h2>Text before and after</h2><p>The likeliest continuation of held-out text.</p>"
         f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{texts}</tbody></table></div>'
         if texts
         else "",
         f"<h2>Sparsity by layer</h2>{layers}",
+        f"<h2>Settings and figures</h2>{html_table(('', 'value'), figures(plan, result))}",
         *(f"<p>{html.escape(note)}</p>" for note in result.notes),
     ]
-    return html_page(title, "".join(body), f"Seed {plan.seed}: one run, not a comparison.")
+    return html_page(lines[0], "".join(body), f"Seed {plan.seed}: one run, not a comparison.")
 
 
 def chart(points: Points) -> str:
-    """A line chart as SVG, drawn without a plotting library; points that are not finite are left out."""
+    """A line chart as SVG, drawn without a plotting library; points that are not finite are left out.
+
+    x is counted in whole steps.
+    """
     points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     if not points:
-        return "<p>Nothing was logged.</p>"
+        return ""
     xs, ys = zip(*points, strict=True)
     (left, right), (low, high) = _span(xs), _span(ys)
 
@@ -123,11 +128,12 @@ def chart(points: Points) -> str:
     marks = []
     for number in range(TICKS + 1):
         x, y = (a + (b - a) * number / TICKS for a, b in ((left, right), (low, high)))
+        x = round(x)
         across, height = place(x, y)
         marks.append(
             f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{height:.1f}" y2="{height:.1f}" stroke="#e5e7eb"/>'
             f'<text x="{LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{y:.4g}</text>'
-            f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{x:.4g}</text>'
+            f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{x}</text>'
         )
     line = " ".join(f"{across:.1f},{height:.1f}" for across, height in (place(x, y) for x, y in points))
     dots = ""
@@ -148,7 +154,9 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _figure(title: str, text: str, points: Points) -> str:
-    return f"<figure><h2>{html.escape(title)}</h2><p>{html.escape(text)}</p>{chart(points)}</figure>"
+    """A chart with its heading; nothing where nothing was logged."""
+    drawn = chart(points)
+    return f"<figure><h2>{html.escape(title)}</h2><p>{html.escape(text)}</p>{drawn}</figure>" if drawn else ""
 
 
 def _quoted(text: str) -> str:
