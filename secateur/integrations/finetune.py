@@ -292,9 +292,8 @@ class _Job:
         plan = self.plan
         if plan.how == "gradual":
             return PrunerCallback(score=plan.score, sparsity=plan.sparsity)
-        masks: Any = "zeros"
-        if plan.how == "oneshot":
-            masks = self._prune_once(model)
+        # Masks by name and not "zeros", which takes a tensor of zeros alone for one that is not pruned.
+        masks = self._prune_once(model) if plan.how == "oneshot" else _nonzero(model)
         return None if plan.lora else PrunerCallback(sparsity=None, masks=masks)
 
     def _prune_once(self, model: Any) -> dict[str, Tensor]:
@@ -372,7 +371,7 @@ class _Job:
     def _masks(self, model: Any, callback: PrunerCallback | None) -> dict[str, Tensor]:
         """Whole masks; every process must ask, because shards are gathered."""
         if callback is None:
-            return {one.name: one.parameter.detach() != 0 for one in find_prunable(model)[0]}
+            return _nonzero(model)
         masks = callback.pruner.masks
         return {name: mask.full_tensor() if hasattr(mask, "full_tensor") else mask for name, mask in masks.items()}
 
@@ -398,6 +397,10 @@ class _Job:
             )  # fmt: skip
         decode = self.tokenizer.batch_decode
         return decode(prompts, skip_special_tokens=True), decode(found[:, size:], skip_special_tokens=True)
+
+
+def _nonzero(model: Any) -> dict[str, Tensor]:
+    return {one.name: one.parameter.detach() != 0 for one in find_prunable(model)[0]}
 
 
 class _Steps(TrainerCallback):
