@@ -69,8 +69,9 @@ def _masks_of_zeros(
     living = over_all([int(weight.count_nonzero()) for weight in weights])
     blank = [prunable.name for prunable, count in zip(prunables, living, strict=True) if count == 0]
     if blank:
-        logger.info("%d tensors are entirely zero, so they count as initialized to zero, not as pruned: %s.",
-                    len(blank), ", ".join(map(repr, blank[:3])))  # fmt: skip
+        logger.warning("%d tensors are entirely zero, so they count as initialized to zero, not as pruned, and will"
+                       " train: %s. To hold them too, pass masks by name.",
+                       len(blank), ", ".join(map(repr, blank[:3])))  # fmt: skip
     found = []
     for number, (weight, count) in enumerate(zip(weights, living, strict=True)):
         found.append(held.stored(weight != 0) if count else held.masks[number].view(-1))
