@@ -311,6 +311,18 @@ def test_masks_that_do_not_fit_are_refused_and_nothing_changes(masks: Any, said:
     assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
 
 
+def test_two_masks_of_one_tied_weight_must_agree() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(2)))
+    model[1].weight = model[0].weight
+    one, other = torch.eye(16, dtype=torch.bool), torch.rand(16, 16, generator=torch.Generator().manual_seed(0)) > 0.5
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(StateError, match=r"'0.weight' and '1.weight' are one tied weight, and their masks differ"):
+        sc.Pruner(model, optimizer, masks={"0.weight": one, "1.weight": other}, sparsity=None)
+    assert bool(model[0].weight.all())
+    pruner = sc.Pruner(model, optimizer, masks={"0.weight": one, "1.weight": one.clone()}, sparsity=None)
+    assert torch.equal(pruner.masks["0.weight"], one)
+
+
 def test_a_pruners_own_report_has_no_masks(block: Block) -> None:
     optimizer = torch.optim.SGD(block.parameters(), 0.1)
     report = sc.Pruner(block, optimizer, score="magnitude").report()

@@ -118,7 +118,12 @@ def _names_of(
                 f"The mask of {given!r} is {what}; it must be torch.bool {list(prunable.parameter.shape)}, True where a"
                 " weight is kept."
             )
-        found[prunable.name] = given
+        first = found.setdefault(prunable.name, given)
+        if first is not given and not torch.equal(masks[first].cpu(), mask.cpu()):
+            raise StateError(
+                f"{first!r} and {given!r} are one tied weight, and their masks differ. Pass one mask for it, such as"
+                " both combined with &."
+            )
     return found
 
 
