@@ -184,6 +184,18 @@ def test_a_tensor_that_is_pruned_entirely_is_held_too(folder: Path) -> None:
     assert zeros()[0] == zeros()[1]
 
 
+def test_a_packed_folder_is_fine_tuned_as_the_dense_one(folder: Path) -> None:
+    sizes = ["--context", "16", "--calibration", "4", "--evaluation", "4", "--device", "cpu"]
+    assert main(["prune", "model", "--data", "one.txt", *sizes, "--recipe", "magnitude", "--out", "sparse"]) == 0
+    assert main(["export", "sparse", "--format", "packed", "--out", "packed"]) == 0
+    for model in ("sparse", "packed"):
+        assert run("--how", "hold", model=model, steps="3", out=f"from-{model}") == 0
+    dense, packed = hf.load("from-sparse")[0].state_dict(), hf.load("from-packed")[0].state_dict()
+    assert dense.keys() == packed.keys()
+    assert all(torch.equal(dense[name], packed[name]) for name in dense)
+    assert zeros("from-packed") == zeros("from-sparse")
+
+
 class Killed(BaseException):
     """The process ends here."""
 

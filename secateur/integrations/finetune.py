@@ -22,6 +22,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from secateur.errors import ModelError, StateError
 from secateur.files import check_room, read_json, write
+from secateur.inference.packed import unpack
 from secateur.integrations.distillation import DistillationTrainer
 from secateur.integrations.evaluation import Task, check_context, reading, task_for
 from secateur.integrations.finetune_data import Texts, Windows, read_texts
@@ -122,6 +123,7 @@ def _run(plan: Plan, execution: Execution, args: TrainingArguments, resumed: Pat
     stages = Stages(args.device, show=args.process_index == 0)
     with stages.stage("load"):
         model, tokenizer = load(plan.model)
+        unpack(model)  # packed weights do not train
     stored = model.dtype
     model = model.to(device=args.device, dtype=getattr(torch, plan.dtype))
     task = _checked_task(plan, model, tokenizer)
@@ -361,7 +363,7 @@ class _Job:
         if trainer.is_fsdp_enabled:
             state = trainer.accelerator.get_state_dict(trainer.model)  # whole in the main process, empty in others
             if self.main:
-                whole = load(self.plan.model)[0].to(getattr(torch, self.plan.dtype))
+                whole = unpack(load(self.plan.model)[0]).to(getattr(torch, self.plan.dtype))
                 whole.load_state_dict(state)
                 return whole.to(self.args.device)
             return None
