@@ -175,6 +175,31 @@ def test_zeros_are_held(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert Path("out", "report.md").read_text()
 
 
+def test_a_tensor_that_is_pruned_entirely_is_held_too(folder: Path) -> None:
+    model = hf.load("model")[0]
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+        model.model.layers[1].mlp.up_proj.weight[:12] = 0
+    model.save_pretrained("sparse")
+    tiny.tokenizer().save_pretrained("sparse")
+    assert run("--how", "hold", model="sparse", steps="3") == 0
+    held = {name: int((~mask).sum()) for name, mask in hf.load_masks("out").items() if not mask.all()}
+    assert held == {"model.layers.0.mlp.down_proj.weight": 16 * 24, "model.layers.1.mlp.up_proj.weight": 12 * 16}
+    assert zeros()[0] == zeros()[1]
+
+
+def test_a_packed_folder_is_fine_tuned_as_the_dense_one(folder: Path) -> None:
+    sizes = ["--context", "16", "--calibration", "4", "--evaluation", "4", "--device", "cpu"]
+    assert main(["prune", "model", "--data", "one.txt", *sizes, "--recipe", "magnitude", "--out", "sparse"]) == 0
+    assert main(["export", "sparse", "--format", "packed", "--out", "packed"]) == 0
+    for model in ("sparse", "packed"):
+        assert run("--how", "hold", model=model, steps="3", out=f"from-{model}") == 0
+    dense, packed = hf.load("from-sparse")[0].state_dict(), hf.load("from-packed")[0].state_dict()
+    assert dense.keys() == packed.keys()
+    assert all(torch.equal(dense[name], packed[name]) for name in dense)
+    assert zeros("from-packed") == zeros("from-sparse")
+
+
 class Killed(BaseException):
     """The process ends here."""
 

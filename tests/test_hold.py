@@ -268,7 +268,7 @@ def test_negative_zeros_count_and_tensors_of_zeros_alone_do_not(block: Block, ca
         block.up.weight[0] = -0.0
         block.down.weight.zero_()
     optimizer = torch.optim.SGD(block.parameters(), 0.1)
-    with caplog.at_level(logging.INFO, "secateur"):
+    with caplog.at_level(logging.WARNING, "secateur"):  # a surprise to those who pruned that tensor
         pruner = sc.Pruner(block, optimizer, masks="zeros", sparsity=None)
     assert any("'down.weight'" in record.message and "entirely zero" in record.message for record in caplog.records)
     train(block, optimizer, 3, pruner.step)
@@ -309,6 +309,18 @@ def test_masks_that_do_not_fit_are_refused_and_nothing_changes(masks: Any, said:
     with pytest.raises(StateError, match=said):
         sc.Pruner(block, optimizer, masks=masks, sparsity=None)
     assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
+
+
+def test_two_masks_of_one_tied_weight_must_agree() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(2)))
+    model[1].weight = model[0].weight
+    one, other = torch.eye(16, dtype=torch.bool), torch.rand(16, 16, generator=torch.Generator().manual_seed(0)) > 0.5
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(StateError, match=r"'0.weight' and '1.weight' are one tied weight, and their masks differ"):
+        sc.Pruner(model, optimizer, masks={"0.weight": one, "1.weight": other}, sparsity=None)
+    assert bool(model[0].weight.all())
+    pruner = sc.Pruner(model, optimizer, masks={"0.weight": one, "1.weight": one.clone()}, sparsity=None)
+    assert torch.equal(pruner.masks["0.weight"], one)
 
 
 def test_a_pruners_own_report_has_no_masks(block: Block) -> None:

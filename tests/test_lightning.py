@@ -15,8 +15,10 @@ from tests.test_distributed import launch
 
 pytest.importorskip("lightning")
 
+from lightning.pytorch import callbacks
+
 from secateur.integrations.lightning import PrunerCallback
-from tests.lightning_worker import BATCHES, EPOCHS, Module, Work, ended, fitted
+from tests.lightning_worker import BATCHES, EPOCHS, RAMP, Module, Work, ended, fitted
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),  # torch, of Lightning's code
@@ -81,8 +83,12 @@ def test_a_checkpoint_without_the_callback_is_refused(tmp_path: Path) -> None:
 
 def test_other_settings_are_refused_on_resume(tmp_path: Path) -> None:
     fitted(tmp_path)
-    with pytest.raises(StateError, match="The saved Pruner has schedule 'cubic.0.6, begin=4, end=32"):
+    with pytest.raises(StateError, match="The saved Pruner has schedule 'cubic.0.6, begin=4, end=32") as error:
         fitted(tmp_path / "longer", resume=tmp_path / HALF, max_epochs=2 * EPOCHS)
+    assert "PrunerCallback(resume=False, masks='zeros', ...)" in str(error.value)
+    settings = {"resume": False, "masks": "zeros", "sparsity": 0.7}  # as it says
+    _, callback = fitted(tmp_path / "on", resume=tmp_path / HALF, max_epochs=2 * EPOCHS, settings=settings)
+    assert callback.pruner.sparsity == pytest.approx(0.7, abs=2e-3)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
@@ -139,3 +145,23 @@ def test_two_processes_replicated_and_sharded(tmp_path: Path) -> None:
         for name, mask in found[job].items():
             if name.startswith("mask "):
                 assert torch.equal(found[job][name.removeprefix("mask ")] != 0, mask)
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("kind", ["EMA", "SWA"])
+def test_averaged_weights_keep_the_zeros_while_they_train_and_at_the_end(
+    kind: str, first: bool, tmp_path: Path
+) -> None:
+    averaging: Any = callbacks.EMAWeightAveraging(decay=0.9)
+    if kind == "SWA":
+        averaging = callbacks.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
+    pruning = PrunerCallback(**RAMP)
+    saving = callbacks.ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
+    both = [pruning, averaging] if first else [averaging, pruning]
+    trainer, _ = fitted(tmp_path, callbacks=[*both, saving])
+    weights, masks = dict(trainer.lightning_module.named_parameters()), pruning.pruner.masks
+    assert pruning.pruner.sparsity == pytest.approx(0.6, abs=2e-3)
+    assert all(torch.equal(weights[name] != 0, mask) for name, mask in masks.items())
+    saved = torch.load(tmp_path / f"step={STEPS}.ckpt", weights_only=True)["state_dict"]  # EMA: the average
+    assert not any(bool(saved[name][~mask].any()) for name, mask in masks.items())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import secateur as sc
-from secateur.errors import ModelError
+from secateur.errors import ModelError, SiteError
 from secateur.inference import packed as packed_module
 from secateur.inference.packed import PackedLinear, packed_layers, packed_linear, plain
 
@@ -122,6 +122,15 @@ def test_the_report_says_what_was_left_and_why() -> None:
     text = str(report)
     assert "1 of 11 linear layers are packed" in text
     assert "left dense: too few zeros" in text
+
+
+def test_a_pruner_on_a_packed_model_says_how_to_go_on() -> None:
+    model = network()
+    sc.pack(model, memory=True)
+    with pytest.raises(SiteError, match=r"Its layers are packed, .* make them dense with sc.unpack\(model\)"):
+        sc.Pruner(model, torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1), masks="zeros", sparsity=None)
+    sc.unpack(model)
+    assert sc.Pruner(model, torch.optim.SGD(model.parameters(), 0.1), masks="zeros", sparsity=None).sparsity > 0.7
 
 
 def test_packing_twice_changes_nothing() -> None:

@@ -22,6 +22,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from secateur.errors import ModelError, StateError
 from secateur.files import check_room, read_json, write
+from secateur.inference.packed import unpack
 from secateur.integrations.distillation import DistillationTrainer
 from secateur.integrations.evaluation import Task, check_context, reading, task_for
 from secateur.integrations.finetune_data import Texts, Windows, read_texts
@@ -122,6 +123,7 @@ def _run(plan: Plan, execution: Execution, args: TrainingArguments, resumed: Pat
     stages = Stages(args.device, show=args.process_index == 0)
     with stages.stage("load"):
         model, tokenizer = load(plan.model)
+        unpack(model)  # packed weights do not train
     stored = model.dtype
     model = model.to(device=args.device, dtype=getattr(torch, plan.dtype))
     task = _checked_task(plan, model, tokenizer)
@@ -292,9 +294,8 @@ class _Job:
         plan = self.plan
         if plan.how == "gradual":
             return PrunerCallback(score=plan.score, sparsity=plan.sparsity)
-        masks: Any = "zeros"
-        if plan.how == "oneshot":
-            masks = self._prune_once(model)
+        # Masks by name and not "zeros", which takes a tensor of zeros alone for one that is not pruned.
+        masks = self._prune_once(model) if plan.how == "oneshot" else _nonzero(model)
         return None if plan.lora else PrunerCallback(sparsity=None, masks=masks)
 
     def _prune_once(self, model: Any) -> dict[str, Tensor]:
@@ -362,7 +363,7 @@ class _Job:
         if trainer.is_fsdp_enabled:
             state = trainer.accelerator.get_state_dict(trainer.model)  # whole in the main process, empty in others
             if self.main:
-                whole = load(self.plan.model)[0].to(getattr(torch, self.plan.dtype))
+                whole = unpack(load(self.plan.model)[0]).to(getattr(torch, self.plan.dtype))
                 whole.load_state_dict(state)
                 return whole.to(self.args.device)
             return None
@@ -372,7 +373,7 @@ class _Job:
     def _masks(self, model: Any, callback: PrunerCallback | None) -> dict[str, Tensor]:
         """Whole masks; every process must ask, because shards are gathered."""
         if callback is None:
-            return {one.name: one.parameter.detach() != 0 for one in find_prunable(model)[0]}
+            return _nonzero(model)
         masks = callback.pruner.masks
         return {name: mask.full_tensor() if hasattr(mask, "full_tensor") else mask for name, mask in masks.items()}
 
@@ -398,6 +399,10 @@ class _Job:
             )  # fmt: skip
         decode = self.tokenizer.batch_decode
         return decode(prompts, skip_special_tokens=True), decode(found[:, size:], skip_special_tokens=True)
+
+
+def _nonzero(model: Any) -> dict[str, Tensor]:
+    return {one.name: one.parameter.detach() != 0 for one in find_prunable(model)[0]}
 
 
 class _Steps(TrainerCallback):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from secateur.errors import OptimizerError, StateError
 from secateur.integrations.pruning import BEGIN, END, SHAPE, Pruning
@@ -119,7 +119,9 @@ class PrunerCallback(Callback):
         self._attached = self._pruner.attach()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *others: Any) -> None:
-        """Log the sparsity."""
+        """Zero pruned weights in the averages that other callbacks keep, and log the sparsity."""
+        for average in _averages(trainer):
+            self.pruner.apply_to(average)
         pl_module.log("sparsity", self.pruner.sparsity, on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -134,6 +136,13 @@ class PrunerCallback(Callback):
         if self._attached is not None:
             self._attached.remove()
             self._attached = None
+
+
+def _averages(trainer: Trainer) -> list[nn.Module]:
+    """The averaged copies of the module, which Lightning's WeightAveraging and StochasticWeightAveraging write into it
+    when training ends, and WeightAveraging into checkpoints. They remember values from before the pruning."""
+    copies = (getattr(callback, "_average_model", None) for callback in getattr(trainer, "callbacks", ()))
+    return [copy for copy in copies if isinstance(copy, nn.Module)]
 
 
 def _the_optimizer(trainer: Trainer) -> Any:

@@ -248,7 +248,8 @@ def check_settings(saved: Mapping[str, Any] | None, mine: Mapping[str, Any]) -> 
         theirs, ours = (", ".join(f"{name} {one[name]!r}" for name in names) for one in (saved, mine))
         raise StateError(
             f"The saved Pruner has {theirs}; this one has {ours}. Build the Pruner with the saved settings, or load its"
-            " masks and steps and continue with the new settings: load_state_dict(state, strict=False)."
+            " masks and steps and continue with the new settings: load_state_dict(state, strict=False). A callback"
+            " takes the masks from the weights: PrunerCallback(resume=False, masks='zeros', ...)."
         )
 
 

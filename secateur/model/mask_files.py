@@ -34,7 +34,10 @@ def load_masks(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     files = library("safetensors", "Reading masks", EXTRA)
     path = Path(folder) / MASKS
     if not path.is_file():
-        raise StateError(f"There is no {MASKS} in {folder}: it was not saved by Secateur, or without its masks.")
+        raise StateError(
+            f"There is no {MASKS} in {folder}: it was not saved by Secateur, or without its masks. To hold the zeros of"
+            " its weights, load them and give the Pruner masks='zeros'."
+        )
     try:
         with files.safe_open(path, framework="pt") as opened:
             shapes = json.loads((opened.metadata() or {})["shapes"])

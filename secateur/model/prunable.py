@@ -391,6 +391,8 @@ def nothing_to_prune(model: nn.Module, left_out: Sequence[LeftOut]) -> SiteError
     hint = " Its weights are quantized: load it without quantization, prune, then quantize." if quantized else ""
     if not left_out:
         hint = " It has no parameters. (Quantized modules keep theirs packed: prune first, quantize afterwards.)"
+    if any(type(module).__name__ == "PackedLinear" for module in model.modules()):  # by name: inference comes later
+        hint = " Its layers are packed, and packed weights do not train: make them dense with sc.unpack(model)."
     if {ADAPTER, FROZEN} <= {part for item in left_out for part in (ADAPTER, FROZEN) if item.reason.startswith(part)}:
         hint = (
             " Its base model is frozen, as PEFT leaves it, and a Pruner prunes weights that train. Prune the base model"

@@ -69,8 +69,9 @@ def _masks_of_zeros(
     living = over_all([int(weight.count_nonzero()) for weight in weights])
     blank = [prunable.name for prunable, count in zip(prunables, living, strict=True) if count == 0]
     if blank:
-        logger.info("%d tensors are entirely zero, so they count as initialized to zero, not as pruned: %s.",
-                    len(blank), ", ".join(map(repr, blank[:3])))  # fmt: skip
+        logger.warning("%d tensors are entirely zero, so they count as initialized to zero, not as pruned, and will"
+                       " train: %s. To hold them too, pass masks by name.",
+                       len(blank), ", ".join(map(repr, blank[:3])))  # fmt: skip
     found = []
     for number, (weight, count) in enumerate(zip(weights, living, strict=True)):
         found.append(held.stored(weight != 0) if count else held.masks[number].view(-1))
@@ -117,7 +118,12 @@ def _names_of(
                 f"The mask of {given!r} is {what}; it must be torch.bool {list(prunable.parameter.shape)}, True where a"
                 " weight is kept."
             )
-        found[prunable.name] = given
+        first = found.setdefault(prunable.name, given)
+        if first is not given and not torch.equal(masks[first].cpu(), mask.cpu()):
+            raise StateError(
+                f"{first!r} and {given!r} are one tied weight, and their masks differ. Pass one mask for it, such as"
+                " both combined with &."
+            )
     return found
 
 
