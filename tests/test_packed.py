@@ -215,6 +215,10 @@ def test_gradients_reach_inputs_and_bias_in_eval_mode() -> None:
     found = torch.autograd.grad(packed(x).square().sum(), (x, packed.bias))
     assert all(torch.allclose(one, other) for one, other in zip(found, expected, strict=True))
     assert [name for name, _ in packed.named_parameters()] == ["bias"]
+    one = x[0].detach().requires_grad_()  # a single input without a batch
+    expected = torch.autograd.grad(layer(one).square().sum(), (one, layer.bias))
+    found = torch.autograd.grad(packed(one).square().sum(), (one, packed.bias))
+    assert all(torch.allclose(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_training_is_refused() -> None:

@@ -94,9 +94,11 @@ def push_to_hub(
         raise ModelError(f"There is no folder {folder}. Save the model first: sc.save(model, {str(folder)!r}).")
     hub = library("huggingface_hub", "Uploading a model", EXTRA)
     api = hub.HfApi(token=token)
+    # Without a network, huggingface_hub raises errors of the HTTP library it uses, which depends on its version.
+    failures = [kind for kind in hub.errors.HfHubHTTPError.__mro__ if kind.__name__.endswith("HTTPError")]
     try:
         made = api.create_repo(repo_id, private=private, exist_ok=True)
         done = api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
-    except (hub.errors.HfHubHTTPError, hub.errors.HFValidationError, OSError) as error:
+    except (*failures, hub.errors.HFValidationError, OSError) as error:
         raise ModelError(f"{folder} was not uploaded to {repo_id}: {' '.join(str(error).split())}") from error
     return str(getattr(done, "repo_url", None) or made)
