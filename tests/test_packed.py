@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import secateur as sc
-from secateur.errors import ModelError
+from secateur.errors import ModelError, SecateurError
 from secateur.inference import packed as packed_module
 from secateur.inference.packed import PackedLinear, packed_layers, packed_linear, plain
 
@@ -219,6 +219,20 @@ def test_gradients_reach_inputs_and_bias_in_eval_mode() -> None:
     expected = torch.autograd.grad(layer(one).square().sum(), (one, layer.bias))
     found = torch.autograd.grad(packed(one).square().sum(), (one, packed.bias))
     assert all(torch.allclose(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_packed_models_are_not_pruned() -> None:
+    model, batches = network(), [(torch.randn(4, 37), torch.randint(0, 3, (4,)))]
+    model[0] = PackedLinear.from_linear(model[0])  # the others stay dense, as `pack` leaves layers that are slower
+    works: list[Callable[[], Any]] = [
+        lambda: sc.prune(model, batches, sparsity=0.9),
+        lambda: sc.probe(model, batches, sparsity=0.9),
+        lambda: sc.Pruner(model, torch.optim.AdamW(model.parameters()), sparsity=0.9),
+        lambda: sc.Pruner(model, torch.optim.AdamW(model.parameters()), masks="zeros", sparsity=None),
+    ]
+    for work in works:
+        with pytest.raises(SecateurError, match=r"0 is a packed layer, .* Call sc.unpack\(model\) first"):
+            work()
 
 
 def test_training_is_refused() -> None:

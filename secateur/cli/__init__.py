@@ -11,7 +11,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import secateur
 from secateur.cli import bench, compare, data, demo, export, finetune, inspect, probe, prune, scores, sweep, train
@@ -37,8 +37,20 @@ VERBS: dict[str, Verb] = {
 class Parser(argparse.ArgumentParser):
     """Answers a mistake with one line instead of the whole usage."""
 
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.verbs: dict[str, Parser] = {}
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"secateur: {' '.join(message.split())}. See {self.prog} --help.\n")
+        said = " ".join(message.split())
+        self.exit(2, f"secateur: {said}{'' if said.endswith('?') else '.'} See {self.prog} --help.\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Name the arguments that are not known, and the option that a misspelt one is closest to."""
+        known = self._option_string_actions
+        hints = (nearest(word.partition("=")[0], known) for word in unknown if word.startswith("-"))
+        hint = next((f".{one}" for one in hints if one), "")
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
 def build_parser(chosen: str | None = None) -> Parser:
@@ -58,6 +70,7 @@ def build_parser(chosen: str | None = None) -> Parser:
             epilog=f"example:\n  {verb.EXAMPLE}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        parser.verbs[name] = one
         if chosen in (None, name):
             verb.add_options(one)
         one.set_defaults(run=verb.run)
@@ -80,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("an argument holds a null character")
     if not arguments[0].startswith("-") and arguments[0] not in VERBS:
         parser.error(f"there is no verb {arguments[0]!r}.{nearest(arguments[0], VERBS)} Verbs: {', '.join(VERBS)}")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.verbs.get(options.verb, parser).refuse(unknown)
     if options.verb is None:
         parser.error(f"name a verb first: {', '.join(VERBS)}")
     options.invocation = shlex.join(["secateur", *arguments])

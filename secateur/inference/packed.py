@@ -83,6 +83,7 @@ class PackedLinear(nn.Module):
     row if the values are int8. Gradients reach inputs and bias in eval mode; in training mode the layer refuses.
     """
 
+    packed_for_inference = True  # by which pruning knows packed layers
     weight: Tensor
     weight_mask: Tensor
     weight_scale: Tensor | None

@@ -28,18 +28,23 @@ OTHER_BYTES = 16 << 20  # allowed for tokenizer, configs and reports
 
 
 def load(
-    name: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    name: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    packed: bool | None = None,
 ) -> tuple[Any, Any]:
     """A model in eval mode and its tokenizer, from a folder, from the hub, or "smollm2".
 
-    The dtype is that of the stored weights by default. `device` is any torch device. Packed folders give packed layers.
+    The dtype is that of the stored weights by default. `device` is any torch device. Packed folders give packed layers
+    unless `packed` is False.
     """
     target = None if device is None else usable_device(device)
     if os.fspath(name) == "smollm2":
         model, tokenizer = smollm2.load()
         model = model if dtype is None else model.to(dtype)
     else:
-        model = saving.load(name, dtype=dtype)
+        model = saving.load(name, dtype=dtype, packed=packed)
         tokenizer = _tokenizer(os.fspath(name), model)
     model = model if target is None else model.to(target)
     return model.eval(), tokenizer

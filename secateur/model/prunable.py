@@ -97,6 +97,7 @@ def find_prunable(
     """
     skip, only = _globs(skip), None if only is None else _globs(only)
     modules = {_path(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    _check_unpacked(modules)
     ordered = _uses(model, modules)
     named: dict[int, list[Use]] = {}
     for use in ordered:
@@ -328,6 +329,15 @@ def _check_globs(uses: Sequence[Use], patterns: Iterable[str]) -> None:
         if not any(_matches(use, [glob]) for use in uses):
             raise SiteError(
                 f"No parameter or module matches {glob!r}. Names look like {uses[0].name!r} and {uses[-1].name!r}."
+            )
+
+
+def _check_unpacked(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse packed layers, which hold no weight that could be pruned."""
+    for name, module in modules.items():
+        if getattr(module, "packed_for_inference", False):
+            raise SiteError(
+                f"{name.removesuffix('.')} is a packed layer, which cannot be pruned. Call sc.unpack(model) first."
             )
 
 
