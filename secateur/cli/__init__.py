@@ -34,23 +34,27 @@ VERBS: dict[str, Verb] = {
 }
 
 
+UNKNOWN = "unrecognized arguments: "  # how argparse begins its message
+
+
 class Parser(argparse.ArgumentParser):
     """Answers a mistake with one line instead of the whole usage."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self.verbs: dict[str, Parser] = {}
+        self.chosen: Parser | None = None  # of the verb that was given
 
     def error(self, message: str) -> NoReturn:
+        if self.chosen is not None and message.startswith(UNKNOWN):  # which argparse says of the whole command
+            self.chosen.error(message + self.chosen.hint(message.removeprefix(UNKNOWN).split()))
         said = " ".join(message.split())
         self.exit(2, f"secateur: {said}{'' if said.endswith('?') else '.'} See {self.prog} --help.\n")
 
-    def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Name the arguments that are not known, and the option that a misspelt one is closest to."""
+    def hint(self, unknown: Sequence[str]) -> str:
+        """The option that a misspelt one is closest to, in a sentence; empty if none is close."""
         known = self._option_string_actions
         hints = (nearest(word.partition("=")[0], known) for word in unknown if word.startswith("-"))
-        hint = next((f".{one}" for one in hints if one), "")
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return next((f".{one}" for one in hints if one), "")
 
 
 def build_parser(chosen: str | None = None) -> Parser:
@@ -70,9 +74,10 @@ def build_parser(chosen: str | None = None) -> Parser:
             epilog=f"example:\n  {verb.EXAMPLE}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        parser.verbs[name] = one
         if chosen in (None, name):
             verb.add_options(one)
+        if chosen == name:
+            parser.chosen = one
         one.set_defaults(run=verb.run)
     return parser
 
@@ -93,9 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("an argument holds a null character")
     if not arguments[0].startswith("-") and arguments[0] not in VERBS:
         parser.error(f"there is no verb {arguments[0]!r}.{nearest(arguments[0], VERBS)} Verbs: {', '.join(VERBS)}")
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.verbs.get(options.verb, parser).refuse(unknown)
+    options = parser.parse_args(arguments)
     if options.verb is None:
         parser.error(f"name a verb first: {', '.join(VERBS)}")
     options.invocation = shlex.join(["secateur", *arguments])
