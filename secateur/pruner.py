@@ -309,6 +309,11 @@ class Pruner:
         apply_masks(module, self.masks)
 
     @property
+    def model(self) -> nn.Module:
+        """The model that is pruned, without wrappers such as DDP."""
+        return unwrap(self._model)
+
+    @property
     def masks(self) -> dict[str, Tensor]:
         """Bool masks by parameter name, True is kept; sharded as the parameters are. Where kernels run they are copies,
         made from packed bits."""

@@ -13,6 +13,7 @@ from torch import nn
 from secateur.bench import decode
 from secateur.cli import main
 from secateur.inference.packed import PackedLinear, pack
+from secateur.inference.saving import save
 from tests import tiny
 
 
@@ -70,15 +71,29 @@ def test_layers_that_compute_something_else_are_found_out(monkeypatch: pytest.Mo
     assert not decode.measure(layer, 5)["right"]
 
 
+@pytest.mark.parametrize("packed", [True, False])
 def test_a_model_is_measured_layer_by_layer_and_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], packed: bool
 ) -> None:
     pytest.importorskip("transformers", reason="the model comes from transformers, which is not installed")
-    model = tiny.llama()
-    monkeypatch.setattr(decode, "load", lambda name, dtype, device: (model.to(dtype).eval(), None))
-    words = ["bench", "decode", "there", "--device", "cpu", "--sparsity", "0.8", "--dtype", "float32", "--calls", "5"]
-    assert main([*words, "--tokens", "3", "--out", str(tmp_path)]) == 0
-    (path,) = tmp_path.iterdir()
+    model, place = tiny.llama(), tmp_path / "model"
+    decode.prune_by_magnitude(model, 0.5 if packed else 0.0)
+    save(model, place, tokenizer=tiny.tokenizer(), packed=packed)
+    words = [
+        "bench",
+        "decode",
+        str(place),
+        "--device",
+        "cpu",
+        "--sparsity",
+        "0.8",
+        "--dtype",
+        "float32",
+        "--calls",
+        "5",
+    ]
+    assert main([*words, "--tokens", "3", "--out", str(tmp_path / "record")]) == 0
+    (path,) = (tmp_path / "record").iterdir()
     saved = json.loads(path.read_text())
     (step,) = saved["steps"]
     assert step["right"]
@@ -90,7 +105,7 @@ def test_a_model_is_measured_layer_by_layer_and_whole(
         len(linears) + 1,
     )  # one more if untied
     assert all(one["right"] and one["sparsity"] == pytest.approx(0.8, abs=0.02) for one in saved["cells"])
-    assert "there, float32, " in capsys.readouterr().out
+    assert f"{place}, float32, " in capsys.readouterr().out
 
 
 def test_a_model_whose_packed_layers_are_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,17 @@ def test_a_model_goes_in_and_a_folder_comes_out(
     assert hf.perplexity(model, windows[6:]) == pytest.approx(record["found"][1][1], rel=1e-5)
 
 
+@pytest.mark.parametrize("verb", ["prune", "probe"])
+def test_packed_models_are_unpacked(folder: Path, verb: str) -> None:
+    assert run(folder, "prune", "--recipe", "wanda", "--out", str(folder / "half")) == 0
+    assert main(["export", str(folder / "half"), "--out", str(folder / "packed")]) == 0
+    for model in ("half", "packed"):
+        words = ("--sparsity", "0.7", "--score", "variance") if verb == "probe" else ("--sparsity", "0.7")
+        assert run(folder, verb, *words, "--out", str(folder / f"{model}-70"), model=model) == 0
+    ours, theirs = (hf.load(folder / f"{model}-70")[0].state_dict() for model in ("packed", "half"))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
 def test_two_texts_must_share_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(folder / "out")
     assert run(folder, "prune", "--eval-data", str(folder / "two.txt"), "--out", out) == 0

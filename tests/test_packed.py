@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import secateur as sc
-from secateur.errors import ModelError, SiteError
+from secateur.errors import ModelError, SecateurError
 from secateur.inference import packed as packed_module
 from secateur.inference.packed import PackedLinear, packed_layers, packed_linear, plain
 
@@ -124,15 +124,6 @@ def test_the_report_says_what_was_left_and_why() -> None:
     assert "left dense: too few zeros" in text
 
 
-def test_a_pruner_on_a_packed_model_says_how_to_go_on() -> None:
-    model = network()
-    sc.pack(model, memory=True)
-    with pytest.raises(SiteError, match=r"Its layers are packed, .* make them dense with sc.unpack\(model\)"):
-        sc.Pruner(model, torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1), masks="zeros", sparsity=None)
-    sc.unpack(model)
-    assert sc.Pruner(model, torch.optim.SGD(model.parameters(), 0.1), masks="zeros", sparsity=None).sparsity > 0.7
-
-
 def test_packing_twice_changes_nothing() -> None:
     model = network()
     sc.pack(model, memory=True)
@@ -224,6 +215,24 @@ def test_gradients_reach_inputs_and_bias_in_eval_mode() -> None:
     found = torch.autograd.grad(packed(x).square().sum(), (x, packed.bias))
     assert all(torch.allclose(one, other) for one, other in zip(found, expected, strict=True))
     assert [name for name, _ in packed.named_parameters()] == ["bias"]
+    one = x[0].detach().requires_grad_()  # a single input without a batch
+    expected = torch.autograd.grad(layer(one).square().sum(), (one, layer.bias))
+    found = torch.autograd.grad(packed(one).square().sum(), (one, packed.bias))
+    assert all(torch.allclose(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_packed_models_are_not_pruned() -> None:
+    model, batches = network(), [(torch.randn(4, 37), torch.randint(0, 3, (4,)))]
+    model[0] = PackedLinear.from_linear(model[0])  # the others stay dense, as `pack` leaves layers that are slower
+    works: list[Callable[[], Any]] = [
+        lambda: sc.prune(model, batches, sparsity=0.9),
+        lambda: sc.probe(model, batches, sparsity=0.9),
+        lambda: sc.Pruner(model, torch.optim.AdamW(model.parameters()), sparsity=0.9),
+        lambda: sc.Pruner(model, torch.optim.AdamW(model.parameters()), masks="zeros", sparsity=None),
+    ]
+    for work in works:
+        with pytest.raises(SecateurError, match=r"0 is a packed layer, .* Call sc.unpack\(model\) first"):
+            work()
 
 
 def test_training_is_refused() -> None:

@@ -142,6 +142,66 @@ def test_tied_heads_and_other_layers_stay_dense(tmp_path: Path) -> None:
     assert not packed_layers(sc.load(tmp_path / "dense"))
 
 
+def vit() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=16, patch_size=8))
+
+
+@pytest.mark.parametrize("way", ["save", "pack", "export"])
+def test_families_whose_tensors_have_other_names_in_files(tmp_path: Path, way: str) -> None:
+    model = sparsify(vit())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if way == "export":
+        sc.save(model, tmp_path / "dense", packed=False)
+        assert saving.export(tmp_path / "dense", tmp_path / "a").packed == 7
+    elif way == "save":
+        sc.save(model, tmp_path / "a")
+    else:
+        sc.pack(model, memory=True)
+        model.save_pretrained(tmp_path / "a")
+    loaded = transformers.ViTForImageClassification.from_pretrained(tmp_path / "a")
+    assert len(packed_layers(loaded)) == 7  # all but the convolution
+    loaded.save_pretrained(tmp_path / "b")
+    again = sc.unpack(sc.load(tmp_path / "b"))
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_layers_that_transformers_keeps_in_fp32(tmp_path: Path) -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
+    model = sparsify(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)))
+    sc.save(model, tmp_path / "a")
+    loaded = type(model).from_pretrained(tmp_path / "a", dtype=torch.float16)
+    layer = loaded.encoder.block[0].layer[1].DenseReluDense
+    assert (layer.wo.weight.dtype, layer.wi.weight.dtype) == (torch.float32, torch.float16)
+    with torch.no_grad():
+        found, expected = (one(TOKENS, decoder_input_ids=TOKENS).logits for one in (loaded, model))
+    assert torch.allclose(found.float(), expected, atol=0.05)
+    assert sc.unpack(loaded).encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype == torch.float32
+
+
+def test_models_that_are_part_of_a_module_or_packed_in_part(tmp_path: Path) -> None:
+    wrapped = nn.ModuleDict({"model": sparsify(tiny.llama())})
+    sc.pack(wrapped, memory=True)
+    wrapped["model"].save_pretrained(tmp_path / "a")
+    assert torch.equal(logits(sc.load(tmp_path / "a")), logits(wrapped["model"]))
+    sc.unpack(wrapped)
+    wrapped["model"].save_pretrained(tmp_path / "b")
+    assert not packed_layers(sc.load(tmp_path / "b"))
+    model = sparsify(tiny.llama())
+    expected = logits(model)
+    sc.pack(model.model, memory=True)
+    sc.save(model, tmp_path / "c")
+    assert packed_layers(sc.load(tmp_path / "c"))
+    sc.pack(model.model, memory=True)
+    sc.unpack(model)
+    model.save_pretrained(tmp_path / "d")
+    assert torch.equal(logits(sc.load(tmp_path / "d")), expected)
+    part = sparsify(tiny.llama())
+    sc.pack(part.model, memory=True)
+    assert torch.equal(logits(sc.unpack(part)), logits(part))
+    assert not hasattr(part.config, "quantization_config")
+
+
 def test_int8_values_and_dtypes(tmp_path: Path) -> None:
     model = sparsify(tiny.llama())
     sc.save(model, tmp_path / "a", values="int8")
@@ -323,6 +383,10 @@ def test_a_module_is_unchanged_if_the_file_does_not_fit(tmp_path: Path) -> None:
         (lambda model: setattr(model, "up", nn.Linear(9, 16)), "up.weight is .16, 8. in .* and .16, 9. in the module"),
         (lambda model: model.to("meta"), "embedding.weight is on the meta device"),
         (lambda model: sc.pack(sparsify(model), memory=True), "Call sc.unpack.module., then load into it"),
+        (
+            lambda model: setattr(model.norm, "weight", model.norm.bias),
+            "norm.(weight|bias) and norm.(weight|bias) differ in .* and are one tensor in the module",
+        ),
     ):
         model = Small()
         change(model)
@@ -341,6 +405,27 @@ def test_a_module_is_unchanged_if_the_file_does_not_fit(tmp_path: Path) -> None:
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
 
 
+def test_compiled_modules_are_saved_and_loaded_into(tmp_path: Path) -> None:
+    model = sparsify(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    sc.save(torch.compile(model, backend="eager"), tmp_path / "a")
+    fresh = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    compiled = torch.compile(fresh, backend="eager")
+    assert sc.load(tmp_path / "a", into=compiled) is compiled
+    assert torch.equal(fresh[1].weight, model[1].weight)
+
+
+def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    sc.save(Small(), tmp_path / "a")
+    with pytest.raises(ModelError, match="A torch.nn.Module is needed, not a str"):
+        sc.load(tmp_path / "a", into="small")  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="dtype must be a torch.dtype, such as torch.bfloat16, not 'bf16'"):
+        sc.load(tmp_path / "a", into=Small(), dtype="bf16")  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="There is no folder .*missing. Name one that a model was saved in"):
+        sc.load(tmp_path / "missing", into=Small())
+    with pytest.raises(ModelError, match="model.safetensors is a file. Name the folder"):
+        sc.load(tmp_path / "a" / "model.safetensors")
+
+
 def test_states_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
     class Extra(nn.Linear):
         def get_extra_state(self) -> dict[str, int]:
@@ -357,6 +442,10 @@ def test_what_is_no_module_or_has_no_values_is_refused(tmp_path: Path) -> None:
     for model in (tiny.llama().to("meta"), Small().to("meta")):
         with pytest.raises(ModelError, match="is on the meta device and has no values to save"):
             sc.save(model, tmp_path / "a")
+    model = Small()
+    model.norm.running_mean = torch.empty(8, device="meta")
+    with pytest.raises(ModelError, match="norm.running_mean is on the meta device"):
+        sc.save(model, tmp_path / "a")
     assert not list(tmp_path.iterdir())
 
 
@@ -370,6 +459,9 @@ def test_what_is_no_module_or_has_no_values_is_refused(tmp_path: Path) -> None:
         ({"values": "int4"}, "values='int8' or None"),
         ({"values": "int8", "packed": False}, "needs packed=True"),
         ({"masks": {"x": torch.ones(1, 1, dtype=torch.bool)}}, "There is a mask for 'x'"),
+        ({"masks": [1]}, "masks must map names of parameters to masks, not be a list"),
+        ({"tokenizer": "gpt2"}, "tokenizer must be a tokenizer of transformers, not a str"),
+        ({"report": "good"}, "report must be what sc.prune, .* gave, not a str"),
     ],
 )
 def test_wrong_settings_write_nothing(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -407,6 +499,14 @@ def test_compressed_folders(tmp_path: Path) -> None:
     assert folder_module.load(tmp_path / "a")[1] is not None
     with pytest.raises(OSError, match="no file named model.safetensors"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert 'sc.load("a")' in (tmp_path / "a" / "README.md").read_text()
+    (tmp_path / "a" / "original").mkdir()
+    (tmp_path / "a" / "original" / "params.json").write_text("{}")
+    saving.export(tmp_path / "a", tmp_path / "c")
+    assert (tmp_path / "c" / "original" / "params.json").read_text() == "{}"
+    assert 'AutoModelForCausalLM.from_pretrained("c")' in (tmp_path / "c" / "README.md").read_text()
+    saving.export(tmp_path / "c", tmp_path / "d", compress=True)
+    assert 'sc.load("d")' in (tmp_path / "d" / "README.md").read_text()
     small = sparsify(Small())
     sc.save(small, tmp_path / "b", compress="zstd")
     assert torch.equal(sc.load(tmp_path / "b", into=Small()).up.weight, small.up.weight)
@@ -459,6 +559,14 @@ def test_cards_have_the_evaluation_the_command_and_the_license() -> None:
     ):
         assert part in card.text
     assert "into=model" in model_card("m", Small())
+
+
+def test_a_folder_is_no_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.llama().save_pretrained("runs/llama")
+    model = sc.load("runs/llama")
+    assert "base_model" not in model_card("m", model)
+    assert 'base_model: "someone/llama"' in model_card("m", model, base_model="someone/llama")
 
 
 def test_a_card_of_ones_own(tmp_path: Path) -> None:
@@ -563,6 +671,9 @@ def test_a_folder_is_pushed_to_the_hub(tmp_path: Path) -> None:
         assert {one["value"]["path"] for one in told if one["key"] in ("file", "lfsFile")} == {
             "README.md", "config.json", "generation_config.json", "model.safetensors",
         }  # fmt: skip
+    done = run(PUSH, str(tmp_path / "a"), **alone)  # nobody answers at this address any more
+    assert done.stderr.splitlines()[-1].startswith("secateur.errors.ModelError: ")
+    assert "was not uploaded to someone/sparse: " in done.stderr.splitlines()[-1]
     with pytest.raises(ModelError, match="There is no folder .* Save the model first"):
         folder_module.push_to_hub(tmp_path / "missing", "a/b")
 

@@ -412,6 +412,20 @@ def test_regrowth_ends_at_a_fraction_of_the_run(tmp_path: Path) -> None:
     assert sum(update.grown for update in callback.report().updates) > 0
 
 
+def test_a_second_training_of_the_model_keeps_its_zeros(tmp_path: Path) -> None:
+    callback = PrunerCallback(sparsity=0.5)
+    first = trainer(tmp_path, callback)
+    first.train()
+    model, masks = first.model, {name: mask.clone() for name, mask in callback.pruner.masks.items()}
+    first.train()
+    assert zeros(model, masks) == pytest.approx(0.5, abs=1e-3)
+    trainer(tmp_path / "again", callback, model=model).train()
+    assert zeros(model, masks) == pytest.approx(0.5, abs=1e-3)
+    assert callback.pruner.sparsity == pytest.approx(0.5, abs=1e-3)
+    trainer(tmp_path / "other", callback, model=llama(1)).train()  # another model starts dense
+    assert callback.pruner.updates[0].asked < 0.5
+
+
 def test_the_pruner_is_there_once_training_has_begun() -> None:
     with pytest.raises(StateError, match="trainer.train"):
         PrunerCallback().report()

@@ -110,6 +110,13 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("prun", "there is no verb 'prun'. Did you mean 'prune'?"),
         ("data one.txt --out a\0b", "an argument holds a null character"),
         ("--nothing", "unrecognized arguments: --nothing"),
+        (
+            "prune m --sparcity 0.5",
+            "unrecognized arguments: --sparcity 0.5. Did you mean '--sparsity'? See secateur prune --help.",
+        ),
+        ("inspect m --form=packed", "unrecognized arguments: --form=packed. See secateur inspect --help."),
+        ("prune m --data missing.txt", "There is no file missing.txt."),
+        ("probe m --eval-data missing.jsonl:body", "There is no file missing.jsonl."),
         ("prune", "the following arguments are required: model"),
         ("prune m --sparsity half", "--sparsity: must be a fraction such as 0.5, got 'half'"),
         ("prune m --sparsity 50", "percent write 0.5"),

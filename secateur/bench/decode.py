@@ -122,9 +122,8 @@ def _of_model(options: argparse.Namespace) -> dict[str, Any]:
     cells, steps = [], []
     for dtype in options.dtype or [None]:
         for sparsity in options.sparsity or [None]:
-            model, _ = load(
-                options.model, dtype=None if dtype is None else getattr(torch, dtype), device=options.device
-            )
+            wanted = None if dtype is None else getattr(torch, dtype)
+            model, _ = load(options.model, dtype=wanted, device=options.device, packed=False)
             model.requires_grad_(False)
             if sparsity is not None:
                 prune_by_magnitude(model, sparsity)

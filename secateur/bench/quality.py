@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     device: torch.device = options.device
     methods = chosen_methods(options)
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, for every method and evaluation
-    model, tokenizer = load(options.model, dtype=torch.float32, device=device)
+    model, tokenizer = load(options.model, dtype=torch.float32, device=device, packed=False)
     read = text.windows(tokenizer, text.read_text(options.text), options.context, options.windows)
     calibration, evaluation = text.split(read)
     dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}

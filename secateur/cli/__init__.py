@@ -11,7 +11,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import secateur
 from secateur.cli import bench, compare, data, demo, export, finetune, inspect, probe, prune, scores, sweep, train
@@ -34,11 +34,27 @@ VERBS: dict[str, Verb] = {
 }
 
 
+UNKNOWN = "unrecognized arguments: "  # how argparse begins its message
+
+
 class Parser(argparse.ArgumentParser):
     """Answers a mistake with one line instead of the whole usage."""
 
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.chosen: Parser | None = None  # of the verb that was given
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"secateur: {' '.join(message.split())}. See {self.prog} --help.\n")
+        if self.chosen is not None and message.startswith(UNKNOWN):  # which argparse says of the whole command
+            self.chosen.error(message + self.chosen.hint(message.removeprefix(UNKNOWN).split()))
+        said = " ".join(message.split())
+        self.exit(2, f"secateur: {said}{'' if said.endswith('?') else '.'} See {self.prog} --help.\n")
+
+    def hint(self, unknown: Sequence[str]) -> str:
+        """The option that a misspelt one is closest to, in a sentence; empty if none is close."""
+        known = self._option_string_actions
+        hints = (nearest(word.partition("=")[0], known) for word in unknown if word.startswith("-"))
+        return next((f".{one}" for one in hints if one), "")
 
 
 def build_parser(chosen: str | None = None) -> Parser:
@@ -60,6 +76,8 @@ def build_parser(chosen: str | None = None) -> Parser:
         )
         if chosen in (None, name):
             verb.add_options(one)
+        if chosen == name:
+            parser.chosen = one
         one.set_defaults(run=verb.run)
     return parser
 

@@ -63,7 +63,7 @@ def _tensors(model: str) -> Iterator[tuple[str, Tensor]]:
     if not folder.is_dir():
         from secateur.integrations.folder import load
 
-        yield from load(model)[0].named_parameters()
+        yield from load(model, packed=False)[0].named_parameters()
         return
     from secateur.inference.convert import expanded
     from secateur.inference.format import Packed, WeightFiles, weight_files

@@ -64,6 +64,7 @@ def run_job(options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcom
     """Check and claim the folder, then do the work: nothing long is done for a folder that cannot be written."""
     import_torch()
     from secateur.integrations.folder import check_free
+    from secateur.integrations.text import check_source
 
     folder = options.out or Path(f"pruned-{Path(options.model).name}")
     with claimed(folder):
@@ -75,6 +76,8 @@ def run_job(options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcom
             check_sparsity(options.sparsity)
         if options.eval and not options.eval.startswith(HARNESS):
             raise SecateurError(f"--eval {options.eval} is not known. Write {HARNESS}TASK or {HARNESS}TASK,TASK.")
+        for source in filter(None, (options.data, options.eval_data)):
+            check_source(source)
         return _run_in(folder, options, work)
 
 
@@ -92,7 +95,7 @@ def _run_in(folder: Path, options: argparse.Namespace, work: Callable[[Any, list
     stages = Stages(torch.device(device), show=True)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     with stages.stage("load"):
-        model, tokenizer = load(options.model, dtype=dtype, device=None if options.stream else device)
+        model, tokenizer = load(options.model, dtype=dtype, device=None if options.stream else device, packed=False)
     task = task_for(model, tokenizer)
     check_room(folder, saved_bytes(model))
     calibration, evaluation = _texts(options, tokenizer, torch.device(device).type)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,14 @@ model = {kind}.from_pretrained("{place}")
 
 Without `import secateur` transformers refuses to load it. `secateur.unpack(model)` gives dense layers, and
 `secateur export FOLDER --format dense --out OTHER` a folder that any program loads."""
+COMPRESSED = """```python
+import secateur as sc
+
+model = sc.load("{place}")  # {kind}
+```
+
+The weights are compressed for transport, which transformers does not read.
+`secateur export FOLDER --out OTHER` writes them as they were."""
 DENSE = """```python
 from transformers import {kind}
 
@@ -80,6 +89,7 @@ def model_card(
     report: Report | None = None,
     measures: Sequence[tuple[str, float]] = (),
     packed: bool = False,
+    compressed: bool = False,
     base_model: str | None = None,
     command: str | None = None,
     license: str | None = None,
@@ -92,7 +102,7 @@ def model_card(
     """
     config = getattr(model, "config", None)
     loaded_as = getattr(config, "name_or_path", None) or ""
-    base_model = base_model or (loaded_as if HUB_NAME.fullmatch(loaded_as) else None)
+    base_model = base_model or (loaded_as if _on_the_hub(loaded_as) else None)
     found = count_zeros(model)
     parts = [
         _front_matter(base_model, license, config is not None),
@@ -105,20 +115,26 @@ def model_card(
     if measures:
         rows = [(measure, f"{value:.6g}") for measure, value in measures]
         parts += ["## Evaluation", markdown_table(("measure", "value"), rows)]
-    loading = MODULE if config is None else PACKED if packed else DENSE
     kind = type(model).__name__
     kind = "AutoModelForCausalLM" if kind.endswith(("ForCausalLM", "LMHeadModel")) else kind
+    loading = MODULE if config is None else COMPRESSED if compressed else PACKED if packed else DENSE
     parts += [LOADING, loading.format(kind=kind, place=name)]
     return "\n\n".join(parts) + "\n"
 
 
-def reloaded(text: str, name: str, packed: bool) -> str:
+def _on_the_hub(name: str) -> bool:
+    """Whether a model was loaded by a name on the hub, not from a folder, whose relative path may look like one."""
+    return HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
+
+
+def reloaded(text: str, name: str, packed: bool, compressed: bool) -> str:
     """A card whose last section says how to load the model in its new form; a card of another kind is unchanged."""
     kept, heading, loading = text.partition(LOADING)
-    kind = re.search(r"= (\w+)\.from_pretrained", loading)
+    kind = re.search(r"= (\w+)\.from_pretrained|\)  # (\w+)", loading)
     if not heading or not kind:
         return text
-    return f"{kept}{heading}\n\n{(PACKED if packed else DENSE).format(kind=kind[1], place=name)}\n"
+    form = COMPRESSED if compressed else PACKED if packed else DENSE
+    return f"{kept}{heading}\n\n{form.format(kind=kind[1] or kind[2], place=name)}\n"
 
 
 def _front_matter(base_model: str | None, license: str | None, hf: bool) -> str:

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from secateur.errors import ModelError, library
 from secateur.files import read_json
 from secateur.inference.format import (
     AGAIN,
+    EXTRA,
     INDEX,
     MASK,
     SCALE,
@@ -126,6 +128,20 @@ def is_packed(folder: str | os.PathLike[str]) -> bool:
         return bool(found.packed)
 
 
+def file_names(model: nn.Module) -> dict[str, str]:
+    """Names in files of the tensors that `save_pretrained` writes as they are, by their names in the model.
+
+    transformers keeps the names of older versions in files for some families, such as ViT, and splits or joins some
+    tensors; those are not listed.
+    """
+    loading = library("transformers.core_model_loading", "Saving a model", EXTRA)
+    named = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    stand_ins = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named.items()}
+    known = {id(stand_in): name for name, stand_in in stand_ins.items()}
+    saved = loading.revert_weight_conversion(model, stand_ins)
+    return {known[id(tensor)]: name for name, tensor in saved.items() if id(tensor) in known}
+
+
 def mark_config(folder: str | os.PathLike[str], packed: bool) -> None:
     """Make a Hugging Face config say whether its weights are packed, so that transformers cannot mistake them."""
     path = Path(folder) / CONFIG
@@ -170,8 +186,8 @@ def expanded(folder: str | os.PathLike[str]) -> Iterator[Path]:
                         zstandard.ZstdDecompressor().copy_stream(small, plain)
                 except zstandard.ZstdError as error:
                     raise ModelError(f"{path} is damaged and cannot be decompressed: {error}. {AGAIN}") from error
-            elif path.is_file():
-                shutil.copy2(path, made)
+            else:
+                (shutil.copytree if path.is_dir() else shutil.copy2)(path, Path(made) / path.name)
         yield Path(made)
 
 

@@ -164,7 +164,7 @@ def load(path: Path) -> Library | str:
 
 def _level(best: int) -> int:
     """The level to use: the best of this processor, or a lower one that SECATEUR_CPU_LEVEL names."""
-    asked = os.environ.get("SECATEUR_CPU_LEVEL", LEVELS[best])
+    asked = os.environ.get("SECATEUR_CPU_LEVEL") or LEVELS[best]
     if asked not in LEVELS[: best + 1]:
         raise SecateurError(
             f"SECATEUR_CPU_LEVEL is {asked!r}; this processor has {', '.join(LEVELS[: best + 1])}."

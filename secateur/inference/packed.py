@@ -69,7 +69,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     values, mask, scale = ctx.saved_tensors
     needs_x, needs_bias = ctx.needs_input_grad[0], ctx.biased and ctx.needs_input_grad[5]
     weight = unpacked(values, mask, scale, (mask.shape[0], ctx.columns), ctx.dtype) if needs_x else None
-    of_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
+    of_bias = grad.unsqueeze(0).flatten(0, -2).sum(0) if needs_bias else None
     return None if weight is None else grad @ weight, None, None, None, None, of_bias, None
 
 
@@ -83,6 +83,7 @@ class PackedLinear(nn.Module):
     row if the values are int8. Gradients reach inputs and bias in eval mode; in training mode the layer refuses.
     """
 
+    packed_for_inference = True  # by which pruning knows packed layers
     weight: Tensor
     weight_mask: Tensor
     weight_scale: Tensor | None
@@ -141,7 +142,10 @@ class PackedLinear(nn.Module):
         return result
 
     def refresh(self) -> None:
-        """Check the weight and compute where rows begin, after buffers were replaced."""
+        """Check the weight and compute where rows begin, after buffers were replaced, perhaps by those of another
+        dtype."""
+        if self.weight_scale is None:
+            self.dtype = self.weight.dtype
         if wrong := fault(self.packed):
             raise ModelError(f"A packed layer does not hold together: {wrong}. Load or save the model again.")
         self.offsets = row_offsets(self.weight_mask, self.in_features)

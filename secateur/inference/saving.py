@@ -35,7 +35,7 @@ from secateur.inference.format import (
     weight_files,
     write_weights,
 )
-from secateur.inference.packed import check_module, linear_layers, pack, packed_layers, unpack
+from secateur.inference.packed import CHANGED, check_module, linear_layers, pack, packed_layers, unpack
 from secateur.model.mask_files import check_masks, save_masks
 from secateur.oneshot.batches import is_out_of_memory, usable_device
 from secateur.report import Outcome, Report
@@ -71,6 +71,14 @@ def save(
         raise ModelError(
             f"compress={compress!r}, values={values!r}: use compress='zstd' or None, values='int8' or None."
         )
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise ModelError(f"tokenizer must be a tokenizer of transformers, not a {type(tokenizer).__name__}.")
+    if report is not None and not isinstance(report, Report):
+        raise ModelError(
+            f"report must be what sc.prune, sc.probe or pruner.report() gave, not a {type(report).__name__}."
+        )
+    if masks is not None and not isinstance(masks, Mapping):
+        raise ModelError(f"masks must map names of parameters to masks, not be a {type(masks).__name__}.")
     if values and not packed:
         raise ModelError("values='int8' needs packed=True: dense weights keep their dtype.")
     if masks is None:
@@ -81,7 +89,8 @@ def save(
         texts[CARD] = card
     elif card and not _saves_itself(bare, packed):
         will_be = packed and _has_packable(bare)
-        texts[CARD] = model_card(Path(folder).name, bare, report=report, packed=will_be)
+        name, compressed = Path(folder).name, compress is not None
+        texts[CARD] = model_card(name, bare, report=report, packed=will_be, compressed=compressed)
     return write_folder(
         model, folder, tokenizer=tokenizer, packed=packed, int8=values == "int8", masks=masks, texts=texts,
         overwrite=overwrite, compress=compress is not None,
@@ -108,7 +117,7 @@ def write_folder(
     known = is_pretrained(bare) or _saves_itself(bare, packed)
     check_free(folder, overwrite, signs=(forms.CONFIG if known else MANIFEST, "*model*"))
     check_masks(bare, masks or {})
-    meta = [name for name, parameter in bare.named_parameters() if parameter.is_meta]
+    meta = [name for name, tensor in bare.state_dict().items() if isinstance(tensor, Tensor) and tensor.is_meta]
     if meta and not hasattr(bare, "hf_device_map"):  # transformers itself saves models that accelerate offloads
         raise ModelError(f"{meta[0]} is on the meta device and has no values to save. Load the model first.")
     with appearing(folder) as partial:
@@ -151,10 +160,12 @@ def _write_pretrained(model: Any, folder: Path, packed: bool, int8: bool, compre
         model.save_pretrained(folder)
         return
     plain = folder / ".plain"
+    for changed in CHANGED:  # the config knows nothing yet of layers that were packed in a part of the model
+        changed(model)
+    only = _packable_names(model)
     model.save_pretrained(plain)
     if already and not forms.is_packed(plain):
         raise ModelError("The packed layers were not saved as such. Call sc.unpack(model) first, then save it.")
-    only = {f"{name}.weight" for name, _, reason in linear_layers(model) if not reason}
     done = forms.convert(plain, folder, packed=packed, only=only, int8=int8, compress=compress)
     for path in forms.other_files(plain):
         shutil.move(path, folder)
@@ -172,8 +183,7 @@ def _write_module(model: nn.Module, folder: Path, packed: bool, int8: bool) -> N
     first: dict[Any, str] = {}
     aliases = {}
     for name, tensor in state.items():
-        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
-        if (known := first.setdefault(key, name)) != name:
+        if (known := first.setdefault(_memory(name, tensor), name)) != name:
             aliases[name] = known
 
     def made(name: str) -> Weight:
@@ -189,6 +199,15 @@ def _write_module(model: nn.Module, folder: Path, packed: bool, int8: bool) -> N
         folder / MANIFEST,
         json.dumps({"version": VERSION, "module": type(model).__name__, "aliases": aliases}, indent=2),
     )
+
+
+def _memory(name: str, tensor: Tensor) -> Any:
+    """A key that tensors have in common if they are the same memory."""
+    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+
+
+def _dense(weight: Weight) -> Tensor:
+    return weight.dense() if isinstance(weight, Packed) else weight
 
 
 def export(
@@ -216,7 +235,8 @@ def export(
                 forms.mark_config(partial, bool(done.packed))
             if (partial / CARD).is_file():
                 text = (partial / CARD).read_text(encoding="utf-8")
-                (partial / CARD).write_text(reloaded(text, folder.name, bool(done.packed)), encoding="utf-8")
+                text = reloaded(text, folder.name, bool(done.packed), compress)
+                (partial / CARD).write_text(text, encoding="utf-8")
     return done
 
 
@@ -230,7 +250,14 @@ def _linear_weights(folder: Path) -> set[str]:
             model = kind(config) if issubclass(kind, nn.Module) else kind.from_config(config)
     except Exception as error:  # damaged files raise almost any type
         raise not_loaded(os.fspath(folder), error) from error
-    return {f"{name}.weight" for name, _, reason in linear_layers(model) if not reason}
+    return _packable_names(model)
+
+
+def _packable_names(model: nn.Module) -> set[str]:
+    """Names in files of the weights that packed layers can hold."""
+    names = forms.file_names(model)
+    weights = (f"{name}.weight" for name, _, reason in linear_layers(model) if not reason)
+    return {names[weight] for weight in weights if weight in names}
 
 
 def load(
@@ -245,9 +272,16 @@ def load(
 
     Modules that transformers does not know are loaded `into` a module of the same shape, which is returned as well; it
     is unchanged if the files are damaged or do not fit. Linear layers are packed if they were saved packed (dense with
-    `into`); `packed` says otherwise. The dtype is that of the stored weights by default.
+    `into`); `packed` says otherwise, and True packs wherever that takes fewer bytes. The dtype is that of the stored
+    weights by default, with `into` that of the module.
     """
     target = None if device is None else usable_device(device)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ModelError(f"dtype must be a torch.dtype, such as torch.bfloat16, not {dtype!r}.")
+    if into is not None:
+        check_module(into)
+        if not Path(folder).is_dir():
+            raise ModelError(f"There is no folder {folder}. Name one that a model was saved in.")
     with forms.expanded(folder) if Path(folder).is_dir() else nullcontext(Path(folder)) as place:
         if into is not None:
             model: Any = _load_into(into, place, dtype)
@@ -258,27 +292,30 @@ def load(
         else:
             model = load_pretrained(os.fspath(folder) if place == Path(folder) else os.fspath(place), dtype)
     model = model if target is None else model.to(target)
-    if packed is not None:
-        (pack if packed else unpack)(model)
+    if packed:
+        pack(model, memory=True)  # asked for, so not left to timing
+    elif packed is not None:
+        unpack(model)
     return model.eval()
 
 
 def _load_into(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> nn.Module:
     """Copy weights into a module, after all of them were found undamaged and of the right shape."""
+    bare = getattr(model, "_orig_mod", model)
     if not (files := weight_files(folder)):
         raise ModelError(f"{folder} holds no .safetensors files. Name a folder that a model was saved in.")
     manifest = read_json(folder / MANIFEST, dict, ModelError, AGAIN) if (folder / MANIFEST).exists() else {}
     aliases = manifest.get("aliases", {})
     with WeightFiles(files, foreign=not manifest) as found:
-        if packed_layers(model):
+        if packed_layers(bare):
             raise ModelError("The module has packed layers. Call sc.unpack(module), then load into it.")
-        state = model.state_dict()
+        state = bare.state_dict()
         _check_fits(folder, found.shapes(), state, aliases)
         found.check()
+        _check_shared(folder, found, state)
         with torch.no_grad():
             for name in found:
-                weight = found[name]
-                state[name].copy_(weight.dense() if isinstance(weight, Packed) else weight)
+                state[name].copy_(_dense(found[name]))
             for name, same in aliases.items():
                 if state[name].data_ptr() != state[same].data_ptr():
                     state[name].copy_(state[same])
@@ -302,10 +339,21 @@ def _check_fits(
             raise ModelError(f"{name} is {shape} in {folder} and {needed[name]} in the module.")
 
 
+def _check_shared(folder: Path, found: WeightFiles, state: Mapping[str, Tensor]) -> None:
+    """Refuse two different weights for one tensor of the module, of which one would be lost."""
+    first: dict[Any, str] = {}
+    for name in found:
+        known = first.setdefault(_memory(name, state[name]), name)
+        if known != name and not torch.equal(_dense(found[known]), _dense(found[name])):
+            raise ModelError(f"{known} and {name} differ in {folder} and are one tensor in the module.")
+
+
 def load_pretrained(name: str, dtype: torch.dtype | None) -> Any:
     """A model of transformers from a folder or from the hub, in its own class."""
     transformers = library("transformers", f"Loading {name}", EXTRA)
     # Names on the hub have at most one slash and never start with a dot; anything else must be a folder.
+    if Path(name).is_file():
+        raise ModelError(f"{name} is a file. Name the folder that the model was saved in.")
     if not Path(name).is_dir() and (Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
         raise ModelError(f"There is no folder {name}. Give a folder, a name on the Hugging Face hub, or smollm2.")
     try:

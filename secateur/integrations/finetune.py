@@ -22,7 +22,6 @@ from transformers.trainer_callback import PrinterCallback
 
 from secateur.errors import ModelError, StateError
 from secateur.files import check_room, read_json, write
-from secateur.inference.packed import unpack
 from secateur.integrations.distillation import DistillationTrainer
 from secateur.integrations.evaluation import Task, check_context, reading, task_for
 from secateur.integrations.finetune_data import Texts, Windows, read_texts
@@ -122,8 +121,7 @@ def finetune(plan: Plan, execution: Execution) -> Result | None:
 def _run(plan: Plan, execution: Execution, args: TrainingArguments, resumed: Path | None) -> Result | None:
     stages = Stages(args.device, show=args.process_index == 0)
     with stages.stage("load"):
-        model, tokenizer = load(plan.model)
-        unpack(model)  # packed weights do not train
+        model, tokenizer = load(plan.model, packed=False)
     stored = model.dtype
     model = model.to(device=args.device, dtype=getattr(torch, plan.dtype))
     task = _checked_task(plan, model, tokenizer)
@@ -286,7 +284,7 @@ class _Job:
         """A frozen copy of the dense model, or the teacher that was named."""
         if not self.plan.distill:
             return None
-        teacher = load(self.plan.teacher)[0] if self.plan.teacher else copy.deepcopy(model)
+        teacher = load(self.plan.teacher, packed=False)[0] if self.plan.teacher else copy.deepcopy(model)
         return teacher.to(torch.bfloat16) if self.plan.bf16 else teacher
 
     def sparsify(self, model: Any) -> PrunerCallback | None:
@@ -363,7 +361,7 @@ class _Job:
         if trainer.is_fsdp_enabled:
             state = trainer.accelerator.get_state_dict(trainer.model)  # whole in the main process, empty in others
             if self.main:
-                whole = unpack(load(self.plan.model)[0]).to(getattr(torch, self.plan.dtype))
+                whole = load(self.plan.model, packed=False)[0].to(getattr(torch, self.plan.dtype))
                 whole.load_state_dict(state)
                 return whole.to(self.args.device)
             return None

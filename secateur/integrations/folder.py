@@ -28,18 +28,23 @@ OTHER_BYTES = 16 << 20  # allowed for tokenizer, configs and reports
 
 
 def load(
-    name: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    name: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    packed: bool | None = None,
 ) -> tuple[Any, Any]:
     """A model in eval mode and its tokenizer, from a folder, from the hub, or "smollm2".
 
-    The dtype is that of the stored weights by default. `device` is any torch device. Packed folders give packed layers.
+    The dtype is that of the stored weights by default. `device` is any torch device. Packed folders give packed layers
+    unless `packed` is False.
     """
     target = None if device is None else usable_device(device)
     if os.fspath(name) == "smollm2":
         model, tokenizer = smollm2.load()
         model = model if dtype is None else model.to(dtype)
     else:
-        model = saving.load(name, dtype=dtype)
+        model = saving.load(name, dtype=dtype, packed=packed)
         tokenizer = _tokenizer(os.fspath(name), model)
     model = model if target is None else model.to(target)
     return model.eval(), tokenizer
@@ -94,9 +99,11 @@ def push_to_hub(
         raise ModelError(f"There is no folder {folder}. Save the model first: sc.save(model, {str(folder)!r}).")
     hub = library("huggingface_hub", "Uploading a model", EXTRA)
     api = hub.HfApi(token=token)
+    # Without a network, huggingface_hub raises errors of the HTTP library it uses, which depends on its version.
+    failures = [kind for kind in hub.errors.HfHubHTTPError.__mro__ if kind.__name__.endswith("HTTPError")]
     try:
         made = api.create_repo(repo_id, private=private, exist_ok=True)
         done = api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
-    except (hub.errors.HfHubHTTPError, hub.errors.HFValidationError, OSError) as error:
+    except (*failures, hub.errors.HFValidationError, OSError) as error:
         raise ModelError(f"{folder} was not uploaded to {repo_id}: {' '.join(str(error).split())}") from error
     return str(getattr(done, "repo_url", None) or made)

@@ -100,9 +100,8 @@ class PrunerCallback(Callback):
         optimizer = _the_optimizer(trainer)
         saved, self._saved = self._saved, None
         if saved is None and self._pruner is not None and trainer.global_step:
-            saved = (
-                self._pruner.for_checkpointing().state_dict()
-            )  # another fit() of the same Trainer, with a new optimizer
+            # another fit() of the same Trainer, with a new optimizer
+            saved = self._pruner.for_checkpointing().state_dict()
         if saved is None and trainer.global_step and self.resume:
             raise StateError(
                 f"This run resumes at step {trainer.global_step}, but its checkpoint has no state of a PrunerCallback."
@@ -113,7 +112,8 @@ class PrunerCallback(Callback):
         steps = float("inf") if total < 0 else total
         fresh = not self.resume or saved is None
         assert trainer.model is not None
-        self._pruner = self.pruning.pruner(trainer.model, optimizer, steps - (trainer.global_step if fresh else 0))
+        left = steps - (trainer.global_step if fresh else 0)
+        self._pruner = self.pruning.pruner(trainer.model, optimizer, left, before=self._pruner if fresh else None)
         if saved is not None and self.resume:
             self._pruner.load_state_dict(saved)
         self._attached = self._pruner.attach()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import ScheduleError, nearest
+from secateur.model.distributed import unwrap
 from secateur.model.prunable import Globs
 from secateur.pruner import Pruner
 from secateur.schedules import RAMPS, Clock, Schedule, check_sparsity
@@ -77,8 +78,13 @@ class Pruning:
             return getattr(self.sparsity, "target", None if self.pattern else 0.0)
         return self.sparsity
 
-    def pruner(self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: float) -> Pruner:
-        """A Pruner for a run of this many optimizer steps (infinity if it has no end)."""
+    def pruner(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: float, before: Pruner | None = None
+    ) -> Pruner:
+        """A Pruner for a run of this many optimizer steps (infinity if it has no end).
+
+        It keeps what a Pruner of an earlier run has pruned in the same model, unless weights may regrow anyway.
+        """
         sparsity, every = self.sparsity, self.every
         if not self.holds and not callable(sparsity):
             pattern = parse_pattern(self.pattern)
@@ -87,7 +93,18 @@ class Pruning:
         if callable(sparsity):
             every = every or spacing(sparsity, steps)
             _warn_if_cut_short(sparsity, steps)
-        given = {} if self.masks is None else {"masks": self.masks}
+        masks = self.masks
+        if (
+            masks is None
+            and before is not None
+            and before.model is unwrap(model)
+            and before.sparsity
+            and self.regrow is None
+        ):
+            logger.info("The model was pruned to sparsity %.4f by an earlier run; this one goes on from there.",
+                        before.sparsity)  # fmt: skip
+            masks = before.masks
+        given = {} if masks is None else {"masks": masks}
         return Pruner(
             model, optimizer, score=self.score, sparsity=sparsity, every=every or 1, scope=self.scope,
             pattern=self.pattern, allocation=self.allocation, skip=self.skip, only=self.only, regrow=self.regrow,

@@ -16,7 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from secateur.errors import ModelError
 from secateur.inference import packed
-from secateur.inference.convert import METHOD
+from secateur.inference.convert import METHOD, file_names
 from secateur.inference.format import SCALE, VERSION, Packed, WeightFiles, describe, metadata
 from secateur.inference.packed import PackedLinear, packed_layers, unpack
 
@@ -59,10 +59,11 @@ class SecateurQuantizer(HfQuantizer):
     ) -> None:
         if not checkpoint_files or not all(str(file).endswith(".safetensors") for file in checkpoint_files):
             raise ModelError("A packed model is loaded from its .safetensors files, not from a state dict.")
+        names = {file: name for name, file in file_names(model).items()}
         with WeightFiles(checkpoint_files, foreign=False) as found:
             found.check()
             for name in found.packed:
-                module = _named(model, name.removesuffix(".weight"))
+                module = _named(model, names.get(name, name).removesuffix(".weight"))
                 if module is not None:
                     _put_empty(model, module, f"{name}{SCALE}" in found)
 
@@ -78,8 +79,13 @@ class SecateurQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
         """What `save_pretrained` adds to the files. It may rename tensors afterwards, so there are no hashes."""
-        described = {f"{name}.weight": describe(layer.packed) for name, layer in packed_layers(model)}
-        return None, metadata(described, None)
+        names = file_names(model)
+        layers = {f"{name}.weight": layer.packed for name, layer in packed_layers(model)}
+        if changed := sorted(layers.keys() - names.keys()):
+            raise ModelError(
+                f"{changed[0]} is packed, and transformers splits or joins it in files. Call sc.unpack(model) first."
+            )
+        return None, metadata({names[name]: describe(weight) for name, weight in layers.items()}, None)
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         return unpack(model)
@@ -137,14 +143,20 @@ def keep_config(model: Any) -> None:
     """Make a model's config say whether it has packed layers, so that `save_pretrained` writes what loads again."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "save_pretrained"):
+        for part in model.children():  # the model of transformers may be a part of another module
+            keep_config(part)
         return
     ours = isinstance(getattr(config, "quantization_config", None), SecateurConfig)
-    if packed_layers(model) and not ours:
+    quantizer = getattr(model, "hf_quantizer", None)
+    if packed_layers(model) and not (ours and quantizer):
         quantizer = SecateurQuantizer(SecateurConfig(), pre_quantized=True)
         config.quantization_config = quantizer.quantization_config
         model.hf_quantizer, model.quantization_method, model.is_quantized = quantizer, METHOD, True
     elif ours and not packed_layers(model):
-        model.hf_quantizer.remove_quantization_config(model)
+        if quantizer:
+            quantizer.remove_quantization_config(model)
+        else:  # a part of the model was packed, which has the same config
+            del config.quantization_config
 
 
 packed.CHANGED.append(keep_config)

@@ -51,14 +51,24 @@ def read_documents(source: str | os.PathLike[str]) -> list[str]:
     elif name.startswith("dataset:"):
         texts = _dataset(name)
     else:
-        path, separator, field = name.rpartition(":")
-        if not (separator and path.endswith(".jsonl")):
-            path, field = name, "text"
+        path, field = _file_and_field(name)
         text = _file(Path(path))
         texts = _documents(text, path, field) if path.endswith(".jsonl") else [text]
     if not any(text.strip() for text in texts):
         raise TextError(f"{name} holds no text.")
     return texts
+
+
+def check_source(source: str | os.PathLike[str]) -> None:
+    """Check before long work that the file of a source of `read_text` can be read."""
+    name = os.fspath(source)
+    if name != "builtin" and not name.startswith("dataset:"):
+        _file(Path(_file_and_field(name)[0]))
+
+
+def _file_and_field(name: str) -> tuple[str, str]:
+    path, separator, field = name.rpartition(":")
+    return (path, field) if separator and path.endswith(".jsonl") else (name, "text")
 
 
 def _file(path: Path) -> str:

@@ -106,7 +106,7 @@ class PrunerCallback(TrainerCallback):
         self._move_to_the_front()
         model, done = others["model"], state.global_step
         left = state.max_steps - (done if self.resume is False else 0)
-        self._pruner = self.pruning.pruner(model, others["optimizer"], left)
+        self._pruner = self.pruning.pruner(model, others["optimizer"], left, before=None if done else self._pruner)
         if done and self.resume is not False:
             path = self._saved_file(args, done)
             found = read_pruner(path)

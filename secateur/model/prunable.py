@@ -97,6 +97,7 @@ def find_prunable(
     """
     skip, only = _globs(skip), None if only is None else _globs(only)
     modules = {_path(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    _check_unpacked(modules)
     ordered = _uses(model, modules)
     named: dict[int, list[Use]] = {}
     for use in ordered:
@@ -331,6 +332,15 @@ def _check_globs(uses: Sequence[Use], patterns: Iterable[str]) -> None:
             )
 
 
+def _check_unpacked(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse packed layers, which hold no weight that could be pruned."""
+    for name, module in modules.items():
+        if getattr(module, "packed_for_inference", False):
+            raise SiteError(
+                f"{name.removesuffix('.')} is a packed layer, which cannot be pruned. Call sc.unpack(model) first."
+            )
+
+
 def check_readable(model: nn.Module) -> None:
     """Refuse a model whose weights are not in memory or cannot be changed."""
     if torch.is_inference_mode_enabled():
@@ -391,8 +401,6 @@ def nothing_to_prune(model: nn.Module, left_out: Sequence[LeftOut]) -> SiteError
     hint = " Its weights are quantized: load it without quantization, prune, then quantize." if quantized else ""
     if not left_out:
         hint = " It has no parameters. (Quantized modules keep theirs packed: prune first, quantize afterwards.)"
-    if any(type(module).__name__ == "PackedLinear" for module in model.modules()):  # by name: inference comes later
-        hint = " Its layers are packed, and packed weights do not train: make them dense with sc.unpack(model)."
     if {ADAPTER, FROZEN} <= {part for item in left_out for part in (ADAPTER, FROZEN) if item.reason.startswith(part)}:
         hint = (
             " Its base model is frozen, as PEFT leaves it, and a Pruner prunes weights that train. Prune the base model"
