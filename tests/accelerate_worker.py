@@ -9,7 +9,6 @@ from typing import Any
 
 import accelerate
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
@@ -17,7 +16,7 @@ import secateur as sc
 from secateur.integrations.accelerate import prepare
 from secateur.model.distributed import is_sharded, whole
 from tests.conftest import Block
-from tests.fsdp_worker import Sharding
+from tests.fsdp_worker import Sharding, finish
 
 STEPS, HALF = 12, 6
 SETTINGS: dict[str, Any] = {"score": "variance", "sparsity": sc.cubic(0.6, begin=1, end=10), "every": 2}
@@ -87,10 +86,7 @@ def main() -> None:
         runs = unbroken_and_resumed(out.parent / job, kind=Sharding if job == "fsdp" else accelerate.Accelerator)
         assert all(is_sharded(weight) for weight in runs[0].model.parameters()) is (job == "fsdp")
         found[job], found[f"{job} resumed"] = (run.ended() for run in runs)
-    if dist.get_rank() == 0:
-        torch.save(found, out)
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(found, out)
 
 
 if __name__ == "__main__":

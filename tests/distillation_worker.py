@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 import transformers.trainer
 from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.fsdp_worker import Sharding
+from tests.fsdp_worker import Sharding, finish
 from tests.test_distillation import pair_and_rows, trainer
 
 
@@ -34,10 +32,7 @@ def main() -> None:
         if job == "fsdp":
             transformers.trainer.Accelerator = Sharding  # type: ignore[attr-defined]
         found[job] = weights(out.parent / job)
-    if dist.get_rank() == 0:
-        torch.save(found, out)
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(found, out)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import accelerate
+import torch
+import torch.distributed as dist
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+
+def finish(found: dict[str, Any], out: Path) -> None:
+    """Save what the first process found, and end all of them.
+
+    Leaving the interpreter the usual way, torch's own threads sometimes abort a process.
+    """
+    if dist.get_rank() == 0:
+        torch.save(found, out)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 class Sharding(accelerate.Accelerator):

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from secateur.integrations.lightning import PrunerCallback
 from secateur.model.distributed import is_sharded, whole
+from tests.fsdp_worker import finish
 
 EPOCHS, BATCHES = 4, 5
 RAMP: dict[str, Any] = {"sparsity": 0.6, "begin": 0.1, "end": 0.8}
@@ -85,9 +85,7 @@ def main() -> None:
             run = fitted(folder, resume=resume, sharded=job == "fsdp", strategy=strategy, devices=2)
             assert all(is_sharded(weight) for weight in run[0].model.parameters()) is (job == "fsdp")
             found[job + part] = ended(*run)
-    if dist.get_rank() == 0:
-        torch.save(found, out)
-    dist.barrier()
+    finish(found, out)
 
 
 if __name__ == "__main__":

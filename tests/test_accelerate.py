@@ -21,7 +21,7 @@ from secateur.integrations.accelerate import load_pruner, prepare, save_pruner
 from tests.accelerate_worker import HALF, built, unbroken_and_resumed
 
 
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
@@ -41,7 +41,7 @@ def test_a_resumed_run_equals_an_unbroken_one(way: str, tmp_path: Path) -> None:
     one, other = unbroken_and_resumed(tmp_path, **WAYS[way])
     assert one.pruner.sparsity == pytest.approx(0.6, abs=1e-3)
     assert other.pruner.report().updates[0].step > HALF
-    equal(one.ended(), other.ended())
+    assert_equal(one.ended(), other.ended())
     assert PRUNER in os.listdir(tmp_path)
     assert not [name for name in os.listdir(tmp_path) if name.startswith("custom_checkpoint")]
 
@@ -51,7 +51,7 @@ def test_two_processes_replicated_and_sharded(tmp_path: Path) -> None:
     """Their files hold whole masks, so one process can load them."""
     found = launch(tmp_path / "out.pt", 2, "ddp", "fsdp", worker="tests.accelerate_worker")
     for job in ("ddp", "fsdp"):
-        equal(found[job], found[f"{job} resumed"])
+        assert_equal(found[job], found[f"{job} resumed"])
         alone = built()
         load_pruner(alone.accelerator, alone.pruner, tmp_path / job)
         assert alone.pruner.report().step == HALF
@@ -86,7 +86,7 @@ def test_a_refused_state_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "new" / "folder" / PRUNER).rename(tmp_path / PRUNER)
     with pytest.raises(StateError, match=rf"{PRUNER}: The saved Pruner has score 'variance.*this one has"):
         other.accelerator.load_state(str(tmp_path))
-    equal(before, dict(other.model.state_dict()))
+    assert_equal(before, dict(other.model.state_dict()))
     assert other.pruner.sparsity == 0
     load_pruner(other.accelerator, other.pruner, tmp_path, strict=False)
     assert other.pruner.sparsity == run.pruner.sparsity

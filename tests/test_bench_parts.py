@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,10 +214,17 @@ def test_committed_records_of_cpus_render() -> None:
 
 def test_memory_is_returned_only_where_the_c_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows' loader takes no None (TypeError), and other C libraries than glibc have no malloc_trim."""
+    asked: list[type[Exception]] = []
     for error in (TypeError, OSError, AttributeError):
 
         def refuse(_: None, error: type[Exception] = error) -> None:
+            asked.append(error)
             raise error
 
         monkeypatch.setattr("ctypes.CDLL", refuse)
         select.return_memory()
+    assert asked == [TypeError, OSError, AttributeError]
+    trimmed: list[int] = []
+    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace(malloc_trim=trimmed.append))
+    select.return_memory()
+    assert trimmed == [0]

@@ -10,7 +10,7 @@ import torch
 
 import secateur as sc
 from secateur.errors import OptimizerError, ScheduleError, StateError
-from tests.test_accelerate import equal
+from tests.test_accelerate import assert_equal
 from tests.test_distributed import launch
 
 pytest.importorskip("lightning")
@@ -46,7 +46,7 @@ def test_a_resumed_run_equals_an_unbroken_one(way: str, tmp_path: Path) -> None:
     half = tmp_path / "whole" / f"step={whole[0].global_step // 2}.ckpt"
     resumed = fitted(tmp_path / "resumed", resume=half, **options)
     assert resumed[1].report().updates[0].step > whole[0].global_step // 2
-    equal(ended(*whole), ended(*resumed))
+    assert_equal(ended(*whole), ended(*resumed))
 
 
 def test_zeros_stay_and_the_sparsity_is_logged(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_the_trainer_of_pytorch_lightning_works_too(tmp_path: Path) -> None:
         pass
 
     whole = fitted(tmp_path / "whole", library=library, module=Other)
-    equal(
+    assert_equal(
         ended(*whole),
         ended(*fitted(tmp_path / "resumed", library=library, module=Other, resume=tmp_path / "whole" / HALF)),
     )
@@ -141,7 +141,7 @@ def test_mistakes_are_named() -> None:
 def test_two_processes_replicated_and_sharded(tmp_path: Path) -> None:
     found = launch(tmp_path / "out.pt", 2, "ddp", "fsdp", worker="tests.lightning_worker")
     for job in ("ddp", "fsdp"):
-        equal(found[job], found[f"{job} resumed"])
+        assert_equal(found[job], found[f"{job} resumed"])
         for name, mask in found[job].items():
             if name.startswith("mask "):
                 assert torch.equal(found[job][name.removeprefix("mask ")] != 0, mask)

@@ -54,7 +54,7 @@ SPARSITY = st.one_of(st.floats(0, 0.999), st.sampled_from((0.0, 0.25, 0.5, 0.75)
 
 
 @pytest.mark.slow
-@settings(max_examples=2000)
+@settings(max_examples=4000)
 @given(tensors(), SPARSITY)
 def test_model_scope_is_a_stable_sort(case: tuple[dict[str, Tensor], dict[str, Tensor]], sparsity: float) -> None:
     scores, alive = case
@@ -72,7 +72,7 @@ def test_a_bracket_that_ends_at_minus_zero() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=2000)
+@settings(max_examples=4000)
 @given(tensors(), SPARSITY, st.integers(1, 9), st.integers(0, 12), st.integers(LOWEST_KEY, HIGHEST_KEY))
 def test_any_chunking_and_any_bracket_give_the_same_mask(
     case: tuple[dict[str, Tensor], dict[str, Tensor]], sparsity: float, chunk: int, room: int, low: int
@@ -91,7 +91,7 @@ def test_any_chunking_and_any_bracket_give_the_same_mask(
 
 
 @pytest.mark.slow
-@settings(max_examples=800)
+@settings(max_examples=1500)
 @given(tensors(), SPARSITY)
 def test_layer_scope_is_exact_per_tensor(case: tuple[dict[str, Tensor], dict[str, Tensor]], sparsity: float) -> None:
     scores, alive = case
@@ -101,7 +101,7 @@ def test_layer_scope_is_exact_per_tensor(case: tuple[dict[str, Tensor], dict[str
 
 
 @pytest.mark.slow
-@settings(max_examples=800)
+@settings(max_examples=1500)
 @given(tensors(), SPARSITY)
 def test_row_scope_is_exact_per_row(case: tuple[dict[str, Tensor], dict[str, Tensor]], sparsity: float) -> None:
     scores, alive = case

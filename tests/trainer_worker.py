@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from secateur.integrations.pruner_files import PRUNER, read_pruner
 from secateur.integrations.transformers import PrunerCallback
-from tests.fsdp_worker import Sharding
+from tests.fsdp_worker import Sharding, finish
 from tests.test_trainer_callback import HALF, RAMP, STEPS, llama, trainer
 
 
@@ -63,10 +63,7 @@ def main() -> None:
         found[job] = trained(folder, None)
         found[f"{job} resumed"] = trained(folder, str(folder / HALF))
         found[f"{job} saved"] = read_pruner(folder / f"checkpoint-{STEPS}" / PRUNER)
-    if dist.get_rank() == 0:
-        torch.save(found, out)
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(found, out)
 
 
 if __name__ == "__main__":
