@@ -37,6 +37,7 @@ every = 3
 evaluate_every = 6
 evaluation = 4
 """
+PRUNED = 'score = "magnitude"\nsparsity = 0.5\n'
 
 
 @pytest.fixture
@@ -66,8 +67,13 @@ def test_cells(tmp_path: Path) -> None:
         (BASE + "[axes]\nseed = 3", "must be a list"),
         (BASE + "[axes]\nsteps = [3]", "is in [base] and in [axes]"),
         (BASE + "[axes]\nsede = [3]", "Did you mean 'seed'?"),
-        (BASE + '[axes]\nregrow = ["gradiant"]', "Did you mean 'gradient'?"),
-        (BASE + '[axes]\nscope = ["models"]', "Did you mean 'model'?"),
+        (BASE + PRUNED + '[axes]\nregrow = ["gradiant"]', "Did you mean 'gradient'?"),
+        (BASE + PRUNED + '[axes]\nscope = ["models"]', "Did you mean 'model'?"),
+        (BASE + '[axes]\nscope = ["model", "layer"]', "scope would do nothing in any of its runs"),
+        (BASE + "until = 0.9\n" + PRUNED + "[axes]\nseed = [0]", "until would do nothing in any of its runs"),
+        (BASE + PRUNED + "[axes]\n", "has no [axes]"),
+        (BASE + PRUNED + '[axes]\npreset = ["as-publish"]', "Did you mean 'as-published'?"),
+        ("axes = [3]", "must be a table [axes], or several [[axes]]"),
         ('[base]\nrecipe = "nowhere.toml"\n[axes]\nseed = [0]', "Cannot read"),
     ],
 )
