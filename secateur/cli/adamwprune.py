@@ -91,7 +91,7 @@ class Refused(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> NoReturn:
         name = self.option_strings[0]
-        raise SecateurError(f"{name} is not an option of secateur train: {REFUSED[name]}")
+        parser.error(f"{name} is not an option of secateur train: {REFUSED[name].rstrip('.')}")
 
 
 def add_aliases(parser: argparse.ArgumentParser) -> None:
