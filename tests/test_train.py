@@ -12,6 +12,7 @@ import sys
 import time
 from collections import namedtuple
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from secateur.lab.checkpoint import RunFolder
 from secateur.lab.config import Experiment, read_experiment
 from secateur.lab.run import run
 from secateur.lab.trainer import Execution, Trainer, dry_run
+from secateur.optim import PRESETS
+from secateur.pruner import Pruner
 from tests.damage import damage, damages, hostile_pickle, refused, small_disk
 
 ROOT = Path(__file__).parent.parent
@@ -157,6 +160,109 @@ def test_micro_batches_give_the_same_step() -> None:
         trainer = Trainer(SMALL, Execution(cpu=True, micro_batch=micro))
         losses.append([float(trainer.step()) for _ in range(6)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamwprune"])
+def test_fp16_with_scaled_gradients(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As good as fp32, continued to the bit, with the scale; a step whose gradients overflow is skipped."""
+    experiment = replace(SMALL, precision="fp16", optimizer=optimizer)
+    whole = Trainer(experiment, HOW)
+    assert whole.scaler is not None
+    seen: list[torch.Tensor] = []
+    whole.model.register_forward_hook(lambda *arguments: seen.append(arguments[2].detach()))
+    found = run(whole, RunFolder(tmp_path / "whole", experiment, ""))
+    assert seen[0].dtype == torch.float16
+    plain = run(Trainer(replace(SMALL, optimizer=optimizer), HOW), RunFolder(tmp_path / "fp32", SMALL, ""))
+    assert found["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=0.02)
+    assert found["pruned"] == plain["pruned"]
+    folder = RunFolder(tmp_path / "broken", experiment, "")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.amp.GradScaler, "__init__", partialmethod(torch.amp.GradScaler.__init__, init_scale=2.0))
+        run(Trainer(experiment, replace(HOW, max_seconds=0.0)), folder)
+    again = Trainer(experiment, HOW)
+    assert again.scaler is not None
+    assert folder.checkpoint is not None
+    again.load(folder.checkpoint)
+    assert again.scaler.get_scale() == 2.0
+    again.scaler.load_state_dict({**again.scaler.state_dict(), "scale": 1e38})  # every gradient overflows
+    before = weights(again)
+    again.step()
+    assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in before.items())
+    assert again.scaler.get_scale() == pytest.approx(5e37)
+
+
+def test_fp16_is_refused_for_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(SMALL, HOW)
+    trainer.experiment = replace(SMALL, precision="fp16")
+    monkeypatch.setattr(Trainer, "sharded", True)
+    with pytest.raises(SecateurError, match="fp16 does not work with a sharded model. Use bf16."):
+        trainer._build_scaler()
+
+
+def test_a_checkpoint_from_before_fp16_is_read(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", SMALL, "")
+    run(Trainer(SMALL, replace(HOW, max_seconds=0.0)), folder)
+    path = tmp_path / "run" / "checkpoint" / "state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in state.items() if name not in ("scale", "growth")}))
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    old = {name: value for name, value in config.items() if name not in ("preset", "prunable", "spam_theta")}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(old))
+    trainer = Trainer(SMALL, replace(HOW, max_seconds=0.0))
+    run(trainer, RunFolder(tmp_path / "run", SMALL, ""))
+    assert trainer.progress.step == 2
+
+
+def test_steps_and_shares_mean_the_same() -> None:
+    shares = Experiment(**PRUNED, steps=400, begin=0.25, end=0.75, warmup=0.1, regrow="random", until=0.9)
+    steps = Experiment(**PRUNED, steps=400, begin=100, end=300, warmup=40, regrow="random", until=360)
+    assert shares.ramp() == steps.ramp()
+    assert (shares.until_step, shares.warmup_steps) == (steps.until_step, steps.warmup_steps) == (360, 40)
+    assert [shares.rate(step) for step in (1, 40, 41, 400)] == [steps.rate(step) for step in (1, 40, 41, 400)]
+    assert Experiment(**PRUNED, end=1).end_step == 1000  # all of the steps, not the first
+    assert Experiment(warmup=1).warmup_steps == 1
+    longer = Experiment(score="bitter7", sparsity=0.5, budget="extended", end=1600)
+    assert (longer.end_step, longer.steps_taken) == (1600, 1700)
+
+
+def test_settings_of_spam_by_name() -> None:
+    assert Experiment().spam_settings is None
+    assert Experiment(optimizer="adamwspam").spam_settings == PRESETS["paper"]
+    found = Experiment(optimizer="adamwprune", spam="adamwprune", spam_theta=9.0, spam_spike=0.0).spam_settings
+    assert found == replace(PRESETS["adamwprune"], theta=9.0, spike=None)
+    optimizer: Any = Experiment(optimizer="adamwspam", spam_quiet=7).build_optimizer(torch.nn.Linear(2, 2))
+    assert optimizer.spam.quiet == 7
+    words = options("--set", "optimizer=adamwspam", "--set", "spam_floor=0.5", "--set", "spam_warm_decay=true")
+    assert read_experiment(None, words).spam_settings == replace(PRESETS["paper"], floor=0.5, warm_decay=True)
+
+
+def test_a_dry_run_counts_the_pruned_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings in ({}, {"scope": "row"}, {"score": "bitter4"}, {"pattern": "2:4", "sparsity": 0.0}):
+        assert ", as asked" in dry_run(replace(SMALL, **settings), cpu=True)
+    real = Pruner.report
+    monkeypatch.setattr(Pruner, "report", lambda self: replace(real(self), tensors=real(self).tensors[1:]))
+    with pytest.raises(SecateurError, match=r"of 21,504 weights were pruned, but a sparsity of 0.6 means 12,902"):
+        dry_run(SMALL, cpu=True)
+
+
+def test_a_dry_run_of_a_model_that_does_not_fit_has_fewer_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: namedtuple("Memory", "available")(800_000))
+    assert "gpt-4x32 (2 of 4 layers: all of them need 0.0 GB, and 0.0 GB are free)" in dry_run(
+        replace(SMALL, model="gpt-4x32"), cpu=True
+    )
+
+
+def test_the_time_limit_is_of_one_call(tmp_path: Path) -> None:
+    """A run that already took longer than the limit goes on for that long again."""
+    folder = RunFolder(tmp_path / "run", SMALL, "")
+    run(Trainer(SMALL, replace(HOW, max_seconds=0.0)), folder)
+    state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_text())
+    (tmp_path / "run" / "checkpoint" / "state.json").write_text(json.dumps({**state, "seconds": 900.0}))
+    summary = run(Trainer(SMALL, replace(HOW, max_seconds=300.0)), folder)
+    assert (summary["steps"], summary["seconds"] > 900) == (20, True)
+    assert summary["train_size"] > summary["seen"]
+    assert 0 < summary["epochs"] < 1
+    assert summary["peak_bytes"] > 1e7
 
 
 def test_time_runs_out(tmp_path: Path) -> None:
@@ -314,7 +420,7 @@ PRUNED = {"score": "variance", "sparsity": 0.5}
     [
         ({"optimizer": "adamm"}, "Did you mean 'adam"),
         ({"model": "gpt3"}, "No model 'gpt3'. Did you mean 'gpt2'?"),
-        ({"sparsity": 0.5}, "do nothing without a score"),
+        ({"sparsity": 0.5}, "sparsity does nothing without a score"),
         ({"score": "variance"}, "needs a sparsity above 0"),
         ({"score": "varianc", "sparsity": 0.5}, "varianc"),
         ({**PRUNED, "begin": 0.9}, "begin and end must be fractions"),
@@ -334,13 +440,13 @@ PRUNED = {"score": "variance", "sparsity": 0.5}
         ({"preset": "as-published"}, "is of AdamWPrune's scores"),
         ({**PRUNED, "preset": "as-published"}, "not of score 'variance'"),
         ({**PRUNED, "preset": "published"}, "There is no preset 'published'. Did you mean 'as-published'?"),
-        ({"precision": "fp8"}, "Did you mean 'fp"),
+        ({"precision": "fp8"}, "Use one of fp32, bf16, fp16."),
         ({"score": "variance", "sparsity": 0.5, "regrow": "random"}, "Set until to more than end"),
         ({"spam": "paper"}, "spam goes with adamwspam"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"lr": -1}, "lr must be between 0"),
         ({"beta2": 1.5}, "beta2 must be between"),
-        ({"regrow": "gradient"}, "do nothing without a score"),
+        ({"regrow": "gradient"}, "regrow does nothing without a score"),
         ({"learning_rate": 1e-3}, "no setting 'learning_rate'"),
     ],
 )
@@ -417,7 +523,7 @@ def test_a_ruined_model_is_never_the_best(tmp_path: Path, monkeypatch: pytest.Mo
         "evaluate",
         lambda self: {**real(self), **({"held_out_loss": math.nan} if self.progress.step == 20 else {})},
     )
-    trainer = Trainer(replace(SMALL, score=None, sparsity=0.0), HOW)
+    trainer = Trainer(replace(SMALL, score=None, sparsity=0.0, every=20), HOW)
     run(trainer, RunFolder(tmp_path / "run", trainer.experiment, ""))
     assert math.isfinite(trainer.progress.best)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from secateur.cli.options import add_out, add_training_device, import_torch, positive, training_on_cpu
 from secateur.errors import SecateurError
 from secateur.files import check_file
+from secateur.settings import parse
 
 SUMMARY = "train a grid of runs that differ only in named settings"
 EXAMPLE = "secateur sweep recipes/sweeps/lenet5-digits.toml --device cpu --out sweeps/digits"
@@ -21,6 +22,14 @@ ENGINES = ("local", "ray")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("grid", type=Path, help="a .toml file with tables [base] (settings) and [axes] (lists)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="changes",
+        help="a setting of all runs",
+    )
     add_out(parser, "folder of the runs (sweeps/NAME)")
     add_training_device(parser)
     parser.add_argument("--dry-run", action="store_true", help="try every run in seconds, on random data, and count")
@@ -60,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     from secateur.lab import record
     from secateur.lab.sweep import Record, cells_of, dry_run_cells, run_cells
 
-    axes, cells = cells_of(options.grid)
+    axes, cells = cells_of(options.grid, parse(options.changes))
     share, shares = options.part or (1, 1)
     cells = cells[share - 1 :: shares]
     cpu = training_on_cpu(options.device)

@@ -140,6 +140,6 @@ def summarize(trainer: Trainer, found: dict[str, float]) -> dict[str, Any]:
         "hardware": hardware(trainer.accelerator.device),
         "budget": trainer.experiment.budget,
         "train_size": size,  # tokens or images
-        "epochs": round(trainer.seen / size, 3),  # above 1 the data repeats
+        "epochs": float(f"{trainer.seen / size:.4g}"),  # above 1 the data repeats
         "breakdown_ms": trainer.stopwatch.milliseconds(),
     }

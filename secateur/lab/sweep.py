@@ -51,12 +51,13 @@ class Cell:
     experiment: Experiment
 
 
-def cells_of(path: Path) -> tuple[list[str], list[Cell]]:
+def cells_of(path: Path, changes: Mapping[str, Any] | None = None) -> tuple[list[str], list[Cell]]:
     """The settings in which the cells of a grid differ, without the seed, and its cells, each experiment once.
 
-    A setting that does nothing in a cell, such as the sparsity of a dense one, is left out there.
+    `changes` are settings of all cells that rank above those of the grid. A setting that does nothing in a cell, such
+    as the sparsity of a dense one, is left out there.
     """
-    layers, blocks = _read(path)
+    layers, blocks = _read(path, changes or {})
     cells: dict[Experiment, Cell] = {}
     names: dict[str, Experiment] = {}
     read: set[str] = set()
@@ -94,7 +95,7 @@ def _check_read(path: Path, given: Mapping[str, Any], read: set[str]) -> None:
         raise SecateurError(f"{path}: {', '.join(unread)} would do nothing in any of its runs. Leave it out.")
 
 
-def _read(path: Path) -> tuple[list[dict[str, Any]], list[Axes]]:
+def _read(path: Path, changes: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Axes]]:
     """The settings that all cells share, of the recipe and of the grid itself, and the blocks of axes."""
     found = read_toml(path)
     for table in found:
@@ -105,7 +106,10 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], list[Axes]]:
     if not any(blocks):
         raise SecateurError(f"{path} has no [axes], so there is one run only: use `secateur train`.")
     recipe = read_toml(path.parent / base.pop("recipe")) if "recipe" in base else {}
-    return [recipe, base], [_axes(path, base, axes) for axes in blocks]
+    for name in changes:
+        if any(name in axes for axes in blocks if isinstance(axes, dict)):
+            raise SecateurError(f"--set {name}: {path} has it in [axes]. Change the grid.")
+    return [recipe, {**base, **changes}], [_axes(path, base, axes) for axes in blocks]
 
 
 def _axes(path: Path, base: Mapping[str, Any], axes: Any) -> Axes:
