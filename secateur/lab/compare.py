@@ -339,8 +339,9 @@ class Comparison:
 
     @property
     def alike(self) -> str:
-        """The settings all rows share, in a line."""
-        return "The same in every row: " + ", ".join(f"{name}={value}" for name, value in self.shared.items()) + "."
+        """The settings all rows share, in a line, without those that are not set."""
+        found = ", ".join(f"{name}={value}" for name, value in self.shared.items() if value != "none")
+        return f"The same in every row: {found}."
 
     @property
     def explained(self) -> list[str]:

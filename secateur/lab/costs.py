@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -167,4 +167,4 @@ def compile_table(rows: Sequence[Row], measure: Measure) -> tuple[Sequence[str],
 def pair_name(row: Row) -> str:
     """A row without what its pair differs in."""
     others = {name: value for name, value in row.settings.items() if name != COMPILE}
-    return Row(others, row.runs).label
+    return replace(row, settings=others).label

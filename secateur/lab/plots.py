@@ -6,6 +6,7 @@ import html
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -439,7 +440,7 @@ def lines_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
     lines: dict[str, list[Row]] = {}
     for row in rows:
         others = {axis: value for axis, value in row.settings.items() if axis != SPARSITY}
-        lines.setdefault(Row(others, row.runs).label, []).append(row)
+        lines.setdefault(replace(row, settings=others).label, []).append(row)
     return {label: sorted(members, key=reached) for label, members in lines.items()}
 
 
