@@ -328,7 +328,7 @@ class Comparison:
             parts += ["What each row cost, mean over seeds", text_table(*cost)]
             parts.append("\n".join(cost_notes(self.rows, self.measure)))
         if (changes := compile_table(self.rows, self.measure)) is not None:
-            parts += ["Compiled against eager, mean over seeds", text_table(*changes, left=2)]
+            parts += ["Compiled against eager, mean over seeds", text_table(*changes)]
         findings = "\n".join(f"{headline}. {detail}".strip() for headline, detail in self.findings)
         return "\n\n".join(part for part in (*parts, "\n".join(self.explained), findings) if part)
 
