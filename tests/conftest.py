@@ -22,7 +22,18 @@ settings.register_profile("suite", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("suite")
 
 # These files take longest and go first, so that no worker is left with a long one while the others are done.
-LONG = ("train", "kernels", "selection", "many", "trainer_callback", "distributed", "sweep", "api", "saving", "finetune")
+LONG = (
+    "train",
+    "kernels",
+    "selection",
+    "many",
+    "trainer_callback",
+    "distributed",
+    "sweep",
+    "api",
+    "saving",
+    "finetune",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
