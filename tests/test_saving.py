@@ -51,7 +51,8 @@ def logits(model: Any) -> Tensor:
 
 def run(code: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Code in a fresh interpreter, in which all warnings and logs are shown."""
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    places = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    settings = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, env=settings
     )

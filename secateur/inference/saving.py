@@ -163,7 +163,7 @@ def _write_pretrained(model: Any, folder: Path, packed: bool, int8: bool, compre
     plain = folder / ".plain"
     for changed in CHANGED:  # the config knows nothing yet of layers that were packed in a part of the model
         changed(model)
-    only, transposed = _packable_names(model)
+    only, transposed = packable_names(model)
     model.save_pretrained(plain)
     if already and not forms.is_packed(plain):
         raise ModelError("The packed layers were not saved as such. Call sc.unpack(model) first, then save it.")
@@ -229,7 +229,7 @@ def export(
     with forms.expanded(source) as place:
         known = (place / forms.CONFIG).is_file()
         check_free(folder, overwrite, signs=("*.json", "*model*"))
-        only, transposed = _linear_weights(place) if known and packed else (None, set())
+        only, transposed = linear_weights(place) if known and packed else (None, set())
         with appearing(folder) as partial:
             done = forms.convert(
                 place, partial, packed=packed, only=only, transposed=transposed, int8=int8, compress=compress
@@ -245,7 +245,7 @@ def export(
     return done
 
 
-def _linear_weights(folder: Path) -> tuple[set[str], set[str]]:
+def linear_weights(folder: Path) -> tuple[set[str], set[str]]:
     """Names of the weights that packed layers can hold, and of those that are [inputs, outputs], from the model's
     config alone."""
     transformers = library("transformers", f"Packing {folder}", EXTRA)
@@ -256,10 +256,10 @@ def _linear_weights(folder: Path) -> tuple[set[str], set[str]]:
             model = kind(config) if issubclass(kind, nn.Module) else kind.from_config(config)
     except Exception as error:  # damaged files raise almost any type
         raise not_loaded(os.fspath(folder), error) from error
-    return _packable_names(model)
+    return packable_names(model)
 
 
-def _packable_names(model: nn.Module) -> tuple[set[str], set[str]]:
+def packable_names(model: nn.Module) -> tuple[set[str], set[str]]:
     """Names in files of the weights that packed layers can hold, and of those among them that are [inputs, outputs]."""
     names = forms.file_names(model)
     found = {f"{name}.weight": layer for name, layer, reason in linear_layers(model) if not reason}
