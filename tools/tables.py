@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import secateur
-from secateur.bench import accuracy, decode, pace, probe, quality, scale, select, step, train
+from secateur.bench import accuracy, decode, pace, patterns, probe, quality, scale, select, step, train
 from secateur.files import write
 from secateur.lab.record import ROOT, results_folder
 from secateur.report import markdown_table
@@ -157,6 +157,18 @@ def decode_tables(record: Record) -> list[str]:
     return [markdown_table(*decode.table(record["cells"])), "\n".join(f"- {line}" for line in lines if line)]
 
 
+def pattern_tables(record: Record) -> list[str]:
+    cells = record["cells"]
+    lines = [
+        quality.windows({**record, "windows": patterns.numbers(record["windows"])}),
+        patterns.conclusion(cells),
+        f"Packed layers are computed by: {record['kernel']}.",
+        f"Load of the machine when it began: {record['load_at_start']}.",
+    ]
+    shown = "\n".join(f"- {line}" for line in lines if line)
+    return [markdown_table(*patterns.table(cells)), "![patterns](figures/patterns.svg)", shown]
+
+
 def train_part() -> str:
     """Both modes from one run; failing that, from a run of each."""
     whole = part("train", GPU, train_tables)
@@ -185,6 +197,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "decode": lambda: part("decode", CPU, decode_tables),
     "decode-model": lambda: part("decode-model", CPU, decode_tables),
     "pace": lambda: part("pace", GPU, pace_tables),
+    "patterns": lambda: part("patterns", CPU, pattern_tables),
     "probe": lambda: part(
         "probe",
         GPU,
