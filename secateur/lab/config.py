@@ -99,6 +99,7 @@ class Experiment:
     regrow: str | None = None  # "gradient" (RigL) or "random" (SET)
     drop: float = 0.3  # fraction of the kept weights exchanged at first
     until: float = 0.75  # fraction of the steps after which no weight regrows
+    mask_gradients: bool = False  # leave gradients of pruned weights out of the norm that clipping reads
     precision: str = "fp32"
     compile: bool = False
     evaluate_every: int = 100
@@ -134,6 +135,11 @@ class Experiment:
             resolve(self.score)
             if not self.sparsity and self.pattern is None:
                 raise SecateurError(f"score {self.score!r} needs a sparsity above 0, or a pattern.")
+        if self.mask_gradients and (self.score is None or not self.clip or self.regrow == "gradient"):
+            raise SecateurError(
+                "mask_gradients leaves pruned weights out of the norm that clipping reads: it needs a score and a clip"
+                " above 0, and cannot go with regrow = 'gradient', which ranks those weights by their gradients."
+            )
         if not 0 < self.until <= 1:
             raise SecateurError(f"until must be a fraction of the steps above 0, at most 1; got {self.until}.")
         if self.regrow is not None and self.schedule in RAMPS and self.until < self.end:

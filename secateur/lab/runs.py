@@ -19,7 +19,10 @@ SCORE = "score"
 NEVER_COMPARED = (SEED, "out")  # rows are averages over seeds, and the folder does not change a run
 NOT_SET = "not set"
 # Settings that have no effect on a dense run, which is one without a score.
-PRUNING = ("sparsity", "pattern", "regrow", "schedule", "begin", "end", "every", "scope", "allocation", "drop", "until")
+PRUNING = (
+    "sparsity", "pattern", "regrow", "schedule", "begin", "end", "every", "scope", "allocation", "drop", "until",
+    "mask_gradients",
+)  # fmt: skip
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 BUDGET = "budget"
 EXTENDED = "[extended]"

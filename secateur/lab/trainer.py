@@ -190,6 +190,8 @@ class Trainer:
         loss = self._backward(parts)
         for callback in self.callbacks:
             callback.on_gradients(self)
+        if self.pruner is not None and wanted.mask_gradients:
+            self.pruner.mask_gradients()
         if wanted.clip:
             self.accelerator.clip_grad_norm_(self.model.parameters(), wanted.clip)
         self.optimizer.step()
