@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur import kernels
-from secateur.errors import PatternError, StateError
+from secateur.errors import PatternError, RegrowthError, StateError
 from secateur.model.distributed import check_replicas, is_sharded, like, local, peers_of, unwrap
 from secateur.model.facts import Facts
 from secateur.model.held import Held, SavedState, check_count, masks_in, read_saved, restore_facts, rounding, state_of
@@ -302,6 +302,18 @@ class Pruner:
             for state in coded.values():
                 state.zero(kept)
         kernels.zero(tensors, masks)
+
+    def mask_gradients(self) -> None:
+        """Zero the gradients of pruned weights. Optional: call it before clipping, and the norm is that of the kept
+        weights alone. Without clipping it changes nothing: `step()` zeroes pruned weights and their state anyway."""
+        if self.regrowth is not None and self.regrowth.by_gradient:
+            raise RegrowthError(
+                "regrow='gradient' ranks pruned weights by the gradients that mask_gradients() removes. Leave out the"
+                " call, or use regrow='random'."
+            )
+        held = zip(self._prunables, self._held.masks, self._held.dead, strict=True)
+        found = [(one.parameter.grad, mask) for one, mask, dead in held if dead and one.parameter.grad is not None]
+        kernels.zero([local(gradient) for gradient, _ in found], [mask for _, mask in found])
 
     def apply_to(self, module: nn.Module) -> None:
         """Zero the pruned weights in a copy of the model too: an EMA or SWA copy (also in `AveragedModel`), a deepcopy,

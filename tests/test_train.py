@@ -448,6 +448,9 @@ PRUNED = {"score": "variance", "sparsity": 0.5}
         ({"lr": -1}, "lr must be between 0"),
         ({"beta2": 1.5}, "beta2 must be between"),
         ({"regrow": "gradient"}, "regrow does nothing without a score"),
+        ({"mask_gradients": True}, "mask_gradients does nothing without a score"),
+        ({"mask_gradients": True, **PRUNED, "clip": 0}, "mask_gradients does nothing without clipping"),
+        ({"mask_gradients": True, **PRUNED, "regrow": "gradient", "until": 0.9}, "ranks pruned weights"),
         ({"learning_rate": 1e-3}, "no setting 'learning_rate'"),
     ],
 )
@@ -455,6 +458,17 @@ def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(SecateurError) as error:
         read_experiment(None, changes)
     assert said in str(error.value)
+
+
+def test_masked_gradients_change_a_run_only_by_clipping() -> None:
+    pruned = replace(SMALL, steps=4, evaluate_every=4, every=1, begin=0.0, end=0.1, sparsity=0.8)
+    losses = {
+        (clip, masked): Trainer(replace(pruned, clip=clip, mask_gradients=masked), HOW).train()["held_out_loss"]
+        for clip in (1e3, 0.01)
+        for masked in (False, True)
+    }
+    assert losses[1e3, False] == losses[1e3, True]
+    assert losses[0.01, False] != losses[0.01, True]
 
 
 def test_model_and_data_must_go_together() -> None:
