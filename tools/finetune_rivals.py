@@ -34,7 +34,7 @@ from secateur.report import text_table
 from tools.finetune_ways import Settings, Way, build, rate, sparsity_of
 
 THEME = "finetune-rivals"
-MODEL, CONTEXT, EVALUATION, CALIBRATION = "gpt-4x128x4", 64, 1024, 64
+MODEL, CONTEXT, EVALUATION, CALIBRATION = "gpt-4x128x4", 64, 512, 64
 BATCH, DENSE_BATCH = 8, 20
 DENSE = Settings(how="dense", steps=1500, lr=3e-3, alpha=0.0)
 BASELINE = "gradual variance"
@@ -93,16 +93,12 @@ def ways() -> dict[str, Settings]:
     return found
 
 
-def network(data: Tokens, seed: int) -> nn.Module:
-    return seeded(seed, lambda: language_model(MODEL, data.vocabulary, CONTEXT))
-
-
-def trained(data: Tokens, seed: int) -> nn.Module:
-    """The dense network of this seed, trained once and kept in the cache."""
-    path = CACHE / f"{THEME}-{MODEL}-{DENSE.steps}-{data.fingerprint()[:8]}-{seed}.pt"
-    model = network(data, seed)
+def trained(data: Tokens) -> nn.Module:
+    """The dense network, trained once and kept in the cache; seeds are those of the fine-tuning alone."""
+    path = CACHE / f"{THEME}-{MODEL}-{DENSE.steps}-{data.fingerprint()[:8]}-0.pt"
+    model = seeded(0, lambda: language_model(MODEL, data.vocabulary, CONTEXT))
     if not path.exists():
-        train(model, None, DENSE, data, seed)
+        train(model, None, DENSE, data, 0)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         torch.save(model.state_dict(), part)
@@ -170,17 +166,16 @@ def perplexity(model: nn.Module, data: Tokens) -> float:
     return math.exp(float(torch.stack(losses).mean()))
 
 
-def measure(name: str, settings: Settings, data: Tokens, seed: int) -> Run:
-    """One run."""
-    dense, began = trained(data, seed), time.process_time()
-    model = copy.deepcopy(dense)
+def measure(name: str, settings: Settings, dense: nn.Module, before: float, data: Tokens, seed: int) -> Run:
+    """One run, which begins with the dense network of this perplexity."""
+    began, model = time.process_time(), copy.deepcopy(dense)
     torch.manual_seed(seed)
     way = train(model, dense, settings, data, seed)
     return {
         "name": name,
         "seed": seed,
         "settings": dataclasses.asdict(settings),
-        "dense": perplexity(dense, data),
+        "dense": before,
         "perplexity": perplexity(model, data),
         "sparsity": sparsity_of(way.weights.values()),
         "cpu_seconds": round(time.process_time() - began, 1),
@@ -270,6 +265,8 @@ def main() -> int:
     options.invocation = f"python -m tools.finetune_rivals {shlex.join(sys.argv[1:])}".strip()
     torch.set_num_threads(1)
     data = load("python")
+    dense = trained(data)
+    before = perplexity(dense, data)
     path = newest(options.out or record.results_folder())
     runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path else []
     done = {(run["name"], run["seed"]): run for run in runs}
@@ -277,7 +274,7 @@ def main() -> int:
     for name, settings, seed in pending(dict(done), options.seeds, options.only):
         if time.monotonic() > end:
             break
-        done[name, seed] = found = measure(name, settings, data, seed)
+        done[name, seed] = found = measure(name, settings, dense, before, data, seed)
         path = write(path, options, list(done.values()))
         print(
             f"{name}, seed {seed}: {found['perplexity']:.3f} (dense {found['dense']:.3f}), {found['cpu_seconds']} s",

@@ -50,7 +50,7 @@ class Settings:
     alpha: float = 0.9
     hidden: float = 0.0  # weight of SquareHead
     lr: float = 1e-3
-    steps: int = 450
+    steps: int = 240
 
 
 class Way:
