@@ -94,8 +94,8 @@ def find_prunable(
 
     `skip` and `only` are globs of parameter or module names. Weights left out by default are pruned if `only` matches
     them; tables of vectors, such as embeddings, only if a glob names them or their own module, not just a module around
-    it. `unfit` may return a reason to leave out a tensor that `only` did not ask for. `frozen` are the ids of parameters
-    that count although they are frozen.
+    it. `unfit` may return a reason to leave out a tensor that `only` did not ask for. `frozen` are the ids of
+    parameters that count although they are frozen.
     """
     skip, only = _globs(skip), None if only is None else _globs(only)
     modules = {_path(name): module for name, module in model.named_modules(remove_duplicate=False)}
