@@ -127,7 +127,9 @@ def test_a_hub_that_no_name_leads_to_is_not_asked_again_and_again(monkeypatch: p
     monkeypatch.setattr(socket, "create_connection", refuse)
     monkeypatch.setattr(folder_module, "getproxies", dict)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", never)
-    with pytest.raises(ModelError, match=r"no folder nosuch, no model .* in the cache .* cannot be reached .*not known"):
+    with pytest.raises(
+        ModelError, match=r"no folder nosuch, no model .* in the cache .* cannot be reached .*not known"
+    ):
         hf.load("nosuch")
     with pytest.raises(ModelError, match="neither a folder nor a name on the Hugging Face hub"):
         hf.load("no such")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import json
 import math
 import shlex
 import sys
@@ -31,6 +30,7 @@ from secateur.lab.data import Tokens, load
 from secateur.lab.models import language_model, seeded
 from secateur.lab.statistics import difference, percent, scatter, verdict
 from secateur.report import text_table
+from tools.cells import Cells
 from tools.finetune_ways import Settings, Way, build, rate, sparsity_of
 
 THEME = "finetune-rivals"
@@ -62,6 +62,13 @@ def ways() -> dict[str, Settings]:
         "AST, as published": ast,
         "AST, variance, hard at 60 %": changed(ast, score="variance", begin=0.05, end=0.6, every=4, hard=0.6),
         "SEFT: oneshot, then RigL": changed(oneshot, regrow="gradient", until=0.6),
+        "oneshot, RigL drop 0.05": changed(oneshot, regrow="gradient", until=0.6, drop=0.05),
+        "oneshot at 70 %, then gradual": changed(base, start=0.7, begin=0.0, end=0.4),
+        "oneshot, SquareHead 1": changed(oneshot, hidden=1.0),
+        "oneshot, cross entropy alone": changed(oneshot, alpha=0.0),
+        "oneshot, alpha 1": changed(oneshot, alpha=1.0),
+        "oneshot, lr 5e-4": changed(oneshot, lr=5e-4),
+        "oneshot, lr 2e-3": changed(oneshot, lr=2e-3),
         "ramp until 40 %": changed(base, end=0.4),
         "ramp until 25 %": changed(base, end=0.25),
         "ramp until 75 %": changed(base, end=0.75),
@@ -179,28 +186,7 @@ def measure(name: str, settings: Settings, dense: nn.Module, before: float, data
         "perplexity": perplexity(model, data),
         "sparsity": sparsity_of(way.weights.values()),
         "cpu_seconds": round(time.process_time() - began, 1),
-        "commit": record.commit(),
     }
-
-
-def newest(folder: Path) -> Path | None:
-    """The record that earlier calls wrote, of any hardware and date."""
-    return max(folder.glob(f"{THEME}_*.json"), key=lambda path: path.stem.rpartition("_")[2], default=None)
-
-
-def write(path: Path | None, options: argparse.Namespace, runs: Sequence[Run]) -> Path:
-    """Write all runs; the first call names the file."""
-    found = {
-        "model": MODEL,
-        "data": "python",
-        "dense": [DENSE.steps, DENSE_BATCH, CONTEXT],
-        "tuned": [BATCH, CONTEXT],
-        "runs": list(runs),
-    }
-    made = record.save(THEME, found, options, torch.device("cpu"))
-    if path is not None and path != made:
-        path.unlink()
-    return made
 
 
 def rows(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -241,16 +227,9 @@ def noise(runs: Sequence[Run]) -> str:
     )
 
 
-def pending(
-    done: Mapping[tuple[str, int], Run], seeds: Sequence[int], only: Sequence[str]
-) -> Iterator[tuple[str, Settings, int]]:
-    """What is still to be run, seed by seed."""
-    for seed in seeds:
-        for name, settings in ways().items():
-            wanted = not only or name in only
-            same = done.get((name, seed), {}).get("settings") == json.loads(json.dumps(dataclasses.asdict(settings)))
-            if wanted and not same:
-                yield name, settings, seed
+def key(cell: Mapping[str, Any]) -> list[Any]:
+    """A cell is measured again if its settings have changed."""
+    return [cell["name"], cell["seed"], cell["settings"]]
 
 
 def main() -> int:
@@ -267,21 +246,21 @@ def main() -> int:
     data = load("python")
     dense = trained(data)
     before = perplexity(dense, data)
-    path = newest(options.out or record.results_folder())
-    runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path else []
-    done = {(run["name"], run["seed"]): run for run in runs}
+    about = {"model": MODEL, "data": "python", "dense": [DENSE.steps, DENSE_BATCH, CONTEXT], "tuned": [BATCH, CONTEXT]}
+    cells = Cells(THEME, key, options.out)
     end = time.monotonic() + 60 * options.minutes
-    for name, settings, seed in pending(dict(done), options.seeds, options.only):
+    wanted = [(name, seed) for seed in options.seeds for name in options.only or ways()]
+    for name, seed in wanted:
+        settings = ways()[name]
+        if cells.has({"name": name, "seed": seed, "settings": dataclasses.asdict(settings)}):
+            continue
         if time.monotonic() > end:
             break
-        done[name, seed] = found = measure(name, settings, dense, before, data, seed)
-        path = write(path, options, list(done.values()))
-        print(
-            f"{name}, seed {seed}: {found['perplexity']:.3f} (dense {found['dense']:.3f}), {found['cpu_seconds']} s",
-            flush=True,
-        )
-    print(text_table(*rows(list(done.values()))))
-    print(noise(list(done.values())))
+        found = measure(name, settings, dense, before, data, seed)
+        cells.add(found, about, options, torch.device("cpu"))
+        print(f"{name}, seed {seed}: {found['perplexity']:.3f} (dense {found['dense']:.3f})", flush=True)
+    print(text_table(*rows(cells.found)))
+    print(noise(cells.found))
     return 0
 
 

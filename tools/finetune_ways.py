@@ -59,9 +59,8 @@ class Way:
     def __init__(self, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.settings, self.model, self.optimizer = settings, model, optimizer
         self.weights = {one.name: one.parameter for one in find_prunable(model)[0]}
-        self.ramp = Ramp(
-            settings.sparsity, round(settings.begin * settings.steps), round(settings.end * settings.steps), self._curve
-        )
+        begin, end = (round(place * settings.steps) for place in (settings.begin, settings.end))
+        self.ramp = Ramp(settings.sparsity, begin, max(begin + 1, end), self._curve)
 
     def _curve(self, progress: float) -> float:
         return 1 - (1 - progress) ** self.settings.power
