@@ -33,7 +33,6 @@ MAX_POOL = 0.999  # sparsity
 TRIES = 7  # tolerances tried when a level fails: 0 first, then a bisection for the largest that holds
 PLATEAU = 2  # consecutive levels that may prune nothing more
 MIN_RISE = 1e-4  # of sparsity, for a level to count as having pruned something
-HIGHEST = 0.99  # sparsity of the last level
 
 
 def probe(
@@ -243,6 +242,7 @@ def probe_until(
     *,
     start: float = 0.1,
     step: float = 0.1,
+    end: float = 0.99,
     max_drop: float = 1.0,
     tune: bool | str = True,
     tolerance: float = 0.0,
@@ -282,7 +282,7 @@ def probe_until(
             refresh=refresh,
         )  # fmt: skip
         job.check()
-        levels = _Levels(evaluate, start, step, max_drop, tune)
+        levels = _Levels(evaluate, start, step, end, max_drop, tune)
         levels.check()
         check_choice(start, scope or "model", None, None)
     return _probe_levels(model, batches, job, settings, levels)
@@ -295,13 +295,14 @@ class _Levels:
     evaluate: Metric
     start: float
     step: float
+    end: float
     max_drop: float
     tune: bool | str
 
     def check(self) -> None:
-        if not (0 < self.start < 1 and self.step > 0 and self.max_drop >= 0):
-            found = f"{self.start!r}, {self.step!r}, {self.max_drop!r}"
-            raise ScheduleError(f"Need 0 < start < 1, step > 0 and max_drop >= 0; got {found}.")
+        if not (0 < self.start <= self.end < 1 and self.step > 0 and self.max_drop >= 0):
+            found = f"{self.start!r}, {self.end!r}, {self.step!r}, {self.max_drop!r}"
+            raise ScheduleError(f"Need 0 < start <= end < 1, step > 0 and max_drop >= 0; got {found}.")
         if self.tune not in (False, True, "both"):
             raise ScheduleError(f"tune is False, True or 'both', not {self.tune!r}.")
 
@@ -347,7 +348,7 @@ class _Search:
         self.history.append(("dense", dense))
         self.good.append(self._masks())
         flat, number = 0, 0
-        while (level := min(HIGHEST, levels.start + number * levels.step)) and flat < PLATEAU:
+        while (level := min(levels.end, levels.start + number * levels.step)) and flat < PLATEAU:
             began, before = time.perf_counter(), calibrated.sparsity
             trials = self.prober.level(level, tolerance, self.refresh)
             if not dense - self._measure(level, tolerance) <= levels.max_drop:  # NaN is a failure too
@@ -364,7 +365,7 @@ class _Search:
             calibrated.record_update(level, time.perf_counter() - began)
             flat = 0 if calibrated.sparsity > before + MIN_RISE else flat + 1
             number += 1
-            if level == HIGHEST:
+            if level == levels.end:
                 return
 
     def _masks(self) -> list[Tensor]:
