@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
         path, data = found, json.loads(found.read_text(encoding="utf-8"))
     if {key: data[key] for key in about} != about:
         raise SecateurError(f"{path} was measured with other settings. Pass --fresh to replace it, or --label NAME.")
-    data["commands"] = list(dict.fromkeys([*data["commands"], options.invocation]))
+    data["commands"] = list(dict.fromkeys([*data["commands"], record.command_of(options)]))
     done = {(cell["cell"], cell["group"], cell["draw"]) for cell in data["cells"]}
     dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for draw in range(options.draws):

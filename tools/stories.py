@@ -9,6 +9,7 @@ and no other model has a lower perplexity on them in expectation.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Iterator
@@ -94,7 +95,7 @@ class Vocabulary:
             known = self._numbers.get(character.encode())
             found += [known] if known is not None else [3 + byte for byte in character.encode()]
         while True:
-            pairs = [self.pieces[a][0] + self.pieces[b][0] for a, b in zip(found, found[1:], strict=False)]
+            pairs = [self.pieces[a][0] + self.pieces[b][0] for a, b in itertools.pairwise(found)]
             merges = [
                 (self.pieces[self._numbers[pair]][1], -n) for n, pair in enumerate(pairs) if pair in self._numbers
             ]
