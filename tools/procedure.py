@@ -34,6 +34,7 @@ from secateur.integrations.evaluation import perplexity
 from secateur.lab import record
 from secateur.oneshot.calibration import CalibratedModel
 from secateur.oneshot.veto import Probe
+from secateur.report import Outcome
 from tools import stories
 
 CELLS = ("strict", "raise", "raise, refreshed", "off", "on", "both")
@@ -60,8 +61,8 @@ class Meter:
     levels: list[dict[str, float]] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
-        found = {"cpu_seconds": time.process_time() - self.began, "calls": self.calls, "passes": self.passes}
-        return found | {"peak_bytes": peak_bytes(), "levels": self.levels}
+        found = {"probe_cpu_seconds": time.process_time() - self.began, "calls": self.calls, "passes": self.passes}
+        return found | {"probe_peak_bytes": peak_bytes(), "levels": self.levels}
 
     def watch(self, metric: Callable[[Any], float]) -> Callable[[Any], float]:
         """The metric; notes the CPU seconds and the calls between its evaluations, which are those of a level."""
@@ -176,44 +177,43 @@ def windows_of(vocabulary: Any, options: argparse.Namespace) -> Tensor:
 def cell(
     model: Any, dense: dict[str, Tensor], name: str, texts: Texts, draw: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """One probe or search, its perplexity on the evaluation text, and what stands beside it."""
+    """One probe or search, its perplexity on the evaluation text, and what stands beside it at the same sparsity."""
     batches = list(texts.draws[draw].split(options.batch))
-    common: dict[str, Any] = {"order": "reverse", "group": options.group}
 
-    def judged(model: Any) -> float:
-        return perplexity(model, texts.evaluation, batch=4)
-
-    def decided(model: Any) -> float:
-        return -perplexity(model, texts.decisions, batch=4)
+    def judged(windows: Tensor = texts.evaluation) -> float:
+        return perplexity(model, windows, batch=4)
 
     with metered() as meter:
-        if name == "strict":
-            found = sc.probe(model, batches, sparsity=0.5, evaluate=meter.watch(judged), **common)
-            alone = next(value for key, value in found.found if " alone at " in key)
-        else:
-            limit = math.inf if name.startswith("raise") else options.max_drop
-            tune = {"on": True, "both": "both"}.get(name, False)
-            found = sc.probe_until(
-                model, batches, meter.watch(decided), start=options.start, step=options.step, end=options.end,
-                max_drop=limit, tune=tune, tolerance=options.tolerance, refresh=name.endswith("refreshed"), **common,
-            )  # fmt: skip
-            alone = math.nan
-    figures = {
-        "sparsity": found.sparsity,
-        "perplexity": judged(model),
-        "calibrated": perplexity(model, texts.draws[draw], batch=4),
-    }
+        found = probed(model, batches, name, meter, texts, options)
+        figures = meter.figures() | {"sparsity": found.sparsity, "found": [list(pair) for pair in found.found]}
+    figures |= {"perplexity": judged(), "calibrated": judged(texts.draws[draw])}
     model.load_state_dict(dense)
-    figures["dense_calibrated"] = perplexity(model, texts.draws[draw], batch=4)
-    if math.isnan(alone) and found.pruned:
-        sc.prune(model, batches, score="wanda", sparsity=found.sparsity)
-        alone = judged(model)
-        model.load_state_dict(dense)
-    if found.pruned:
+    figures["dense_calibrated"] = judged(texts.draws[draw])
+    others: dict[str, dict[str, Any]] = {"alone": {"score": "wanda"}, "recommended": RECOMMENDED}
+    for other, settings in others.items() if found.pruned else ():
+        reset_peak()
         began = time.process_time()
-        sc.prune(model, batches, sparsity=found.sparsity, **RECOMMENDED)
-        figures |= {"recommended": judged(model), "recommended_cpu_seconds": time.process_time() - began}
-    return figures | {"alone": alone, "found": [list(pair) for pair in found.found]} | meter.figures()
+        sc.prune(model, batches, sparsity=found.sparsity, **settings)
+        figures |= {f"{other}_cpu_seconds": time.process_time() - began, f"{other}_peak_bytes": peak_bytes()}
+        figures[other] = judged()
+        model.load_state_dict(dense)
+    return figures
+
+
+def probed(
+    model: Any, batches: list[Tensor], name: str, meter: Meter, texts: Texts, options: argparse.Namespace
+) -> Outcome:
+    """The probe or search of a cell."""
+    common: dict[str, Any] = {"order": "reverse", "group": options.group}
+    metric = meter.watch(lambda model: -perplexity(model, texts.decisions, batch=4))
+    if name == "strict":
+        return sc.probe(model, batches, sparsity=0.5, evaluate=metric, **common)
+    limit = math.inf if name.startswith("raise") else options.max_drop
+    return sc.probe_until(
+        model, batches, metric, start=options.start, step=options.step, end=options.end, max_drop=limit,
+        tune={"on": True, "both": "both"}.get(name, False), tolerance=options.tolerance,
+        refresh=name.endswith("refreshed"), **common,
+    )  # fmt: skip
 
 
 def main() -> int:
