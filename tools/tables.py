@@ -23,7 +23,7 @@ from secateur.files import write
 from secateur.lab.record import ROOT, results_folder
 from secateur.report import markdown_table
 from secateur.scores import resolve
-from tools import finetune_campaign, finetune_rivals, finetune_tables, results
+from tools import finetune_campaign, finetune_rivals, finetune_tables, procedure_tables, results
 
 NOT_YET = "not measured yet"
 CPU, GPU = "cpu", "gpu"
@@ -202,6 +202,13 @@ def rivals_tables(record: Record) -> list[str]:
     return [markdown_table(*finetune_rivals.rows(record["cells"])), finetune_rivals.noise(record["cells"])]
 
 
+def procedure_part(table: Callable[[list[Record]], str]) -> str:
+    """A table of the newest record of every run of GradProbe's procedure."""
+    themes = {path.stem.partition("_")[0] for path in results_folder().glob("procedure-*.json")}
+    found = [record for theme in sorted(themes) if (record := newest(theme, CPU))]
+    return table(found) if found else NOT_YET
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "accuracy": lambda: part(
         "accuracy", CPU, lambda found: [markdown_table(*accuracy.table(found["results"], found["updates"]))]
@@ -222,6 +229,10 @@ PARTS: dict[str, Callable[[], str]] = {
             markdown_table(*probe.jobs_table(found["jobs"])),
         ],
     ),
+    "procedure-strict": lambda: procedure_part(procedure_tables.strict),
+    "procedure-search": lambda: procedure_part(procedure_tables.searches),
+    "procedure-levels": lambda: procedure_part(procedure_tables.levels),
+    "procedure-source": lambda: procedure_part(procedure_tables.source),
     "quality": lambda: part(
         "quality", GPU, lambda found: [quality.windows(found), markdown_table(*quality.table(found))]
     ),
