@@ -34,6 +34,7 @@ from secateur.lab.trainer import Execution, Trainer, dry_run
 from secateur.optim import PRESETS
 from secateur.pruner import Pruner
 from tests.damage import damage, damages, hostile_pickle, refused, small_disk
+from tests.processes import Done, run_ranks
 
 ROOT = Path(__file__).parent.parent
 SMALL = Experiment(
@@ -75,7 +76,7 @@ def test_compiled_or_not_is_the_same_but_for_rounding(tmp_path: Path) -> None:
     before = graphs["unique_graphs"]
     found = {}
     for name, settings in {"plain": {}, "compiled": {"compile": True}, "other": {"compile": True, "seed": 1}}.items():
-        experiment = replace(SMALL, **settings)
+        experiment = replace(SMALL, model="gpt-1x32", **settings)  # one layer: half as much to compile
         found[name] = run(Trainer(experiment, HOW), RunFolder(tmp_path / name, experiment, ""))
     assert graphs["unique_graphs"] == before + 1
     assert found["compiled"]["held_out_loss"] == pytest.approx(found["plain"]["held_out_loss"], rel=1e-4)
@@ -295,14 +296,18 @@ def test_a_folder_of_another_experiment_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path / "mine", SMALL, "")
 
 
-def launched(processes: int, what: list[str], out: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """`secateur train` of SMALL on several processes; `what` is run by torchrun."""
+def words_for(out: Path, **settings: Any) -> list[str]:
+    """The words of `secateur train` for SMALL."""
     words = {key: getattr(SMALL, key) for key in ("model", "steps", "batch", "context", "warmup", "every")}
     words |= {"evaluate_every": 10, "evaluation": 6, "score": "variance", "sparsity": 0.6, **settings}
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", *what]
     rest = ["train", "--cpu", "--tracker=none", "--checkpoint-every=6", f"--out={out}"]
-    command = [sys.executable, *launch, *rest, *(f"--set={key}={value}" for key, value in words.items())]
-    return subprocess.run(command, timeout=180, cwd=ROOT, capture_output=True, text=True)
+    return [*rest, *(f"--set={key}={value}" for key, value in words.items())]
+
+
+def in_shards(out: Path, dies_after: int = -1, **settings: Any) -> Done:
+    """`secateur train` of SMALL on two processes, with FSDP2."""
+    log = out.with_suffix(".log")
+    return run_ranks(2, "tests.fsdp_worker", *words_for(out, **settings), log=log, DIES_AFTER=f"{dies_after}")
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
@@ -310,7 +315,9 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     qualities = []
     for processes in (1, 2):
         out = tmp_path / str(processes)
-        done = launched(processes, ["-m", "secateur"], out)
+        torchrun = ["torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", "-m", "secateur"]
+        command = [sys.executable, "-m", *torchrun, *words_for(out)]  # as users launch it
+        done = subprocess.run(command, timeout=180, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         summary = json.loads((out / "summary.json").read_text())
         assert summary["processes"] == processes
@@ -330,13 +337,10 @@ def test_a_process_without_held_out_windows_judges_nothing(monkeypatch: pytest.M
     assert shares == [[1], []]
 
 
-def test_averages_in_shards_are_those_that_are_judged_and_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_averages_in_shards_are_those_that_are_judged_and_saved(tmp_path: Path) -> None:
     settings = {"model": "lenet5", "data": "digits", "batch": 32, "context": 128, "evaluation": "none"}
-    done = launched(2, ["tests/fsdp_worker.py"], tmp_path / "run", **settings)
-    assert done.returncode == 0, done.stderr
+    done = in_shards(tmp_path / "run", **settings)
+    assert done.well, done.said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     experiment = replace(SMALL, model="lenet5", data="digits", batch=32, context=128, evaluation=None)
     alone = Trainer(experiment, Execution(cpu=True, micro_batch=16))
@@ -344,18 +348,15 @@ def test_averages_in_shards_are_those_that_are_judged_and_saved(
     assert summary["held_out_loss"] == pytest.approx(alone.evaluate()["held_out_loss"], rel=1e-6)
 
 
-def test_shards_train_as_one_and_go_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_train_as_one_and_go_on_to_the_same_bits(tmp_path: Path) -> None:
     """FSDP2 by Accelerate, with nine held-out windows: two batches for one process, one for the other."""
-    sharded = ["tests/fsdp_worker.py"]
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for name in ("whole", "killed"):
-        monkeypatch.setenv("DIES_AFTER", "13" if name == "killed" else "-1")
-        done = launched(2, sharded, tmp_path / name, evaluation=9)
-        assert (done.returncode == 0) == (name == "whole"), done.stderr
+    done = in_shards(tmp_path / "whole", evaluation=9)
+    assert done.well, done.said
+    done = in_shards(tmp_path / "killed", dies_after=13, evaluation=9)
+    assert 9 in done.codes, done.said
     assert not (tmp_path / "killed" / "summary.json").exists()
-    monkeypatch.setenv("DIES_AFTER", "-1")
-    done = launched(2, sharded, tmp_path / "killed", evaluation=9)
-    assert done.returncode == 0, done.stderr
+    done = in_shards(tmp_path / "killed", evaluation=9)
+    assert done.well, done.said
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
     whole, killed = (load_file(tmp_path / name / "best" / "model.safetensors") for name in ("whole", "killed"))
     assert [name for name in whole if not torch.equal(whole[name], killed[name])] == []
@@ -447,6 +448,9 @@ PRUNED = {"score": "variance", "sparsity": 0.5}
         ({"lr": -1}, "lr must be between 0"),
         ({"beta2": 1.5}, "beta2 must be between"),
         ({"regrow": "gradient"}, "regrow does nothing without a score"),
+        ({"mask_gradients": True}, "mask_gradients does nothing without a score"),
+        ({"mask_gradients": True, **PRUNED, "clip": 0}, "mask_gradients does nothing without clipping"),
+        ({"mask_gradients": True, **PRUNED, "regrow": "gradient", "until": 0.9}, "ranks pruned weights"),
         ({"learning_rate": 1e-3}, "no setting 'learning_rate'"),
     ],
 )
@@ -454,6 +458,17 @@ def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(SecateurError) as error:
         read_experiment(None, changes)
     assert said in str(error.value)
+
+
+def test_masked_gradients_change_a_run_only_by_clipping() -> None:
+    pruned = replace(SMALL, steps=4, evaluate_every=4, every=1, begin=0.0, end=0.1, sparsity=0.8)
+    losses = {
+        (clip, masked): Trainer(replace(pruned, clip=clip, mask_gradients=masked), HOW).train()["held_out_loss"]
+        for clip in (1e3, 0.01)
+        for masked in (False, True)
+    }
+    assert losses[1e3, False] == losses[1e3, True]
+    assert losses[0.01, False] != losses[0.01, True]
 
 
 def test_model_and_data_must_go_together() -> None:

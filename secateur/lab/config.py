@@ -90,6 +90,7 @@ IDLE = (
         "with a pattern alone, which asks for its sparsity from the first update on",
     ),
     Idle(("drop", "until"), lambda wanted: wanted.regrow is None, "without regrow. Set it to gradient or random"),
+    Idle(("mask_gradients",), lambda wanted: not wanted.clip, "without clipping. Set clip above 0"),
     Idle(("beta1", "beta2"), lambda wanted: wanted.optimizer == "sgd", "with sgd, whose momentum is fixed"),
     Idle(
         ("context", "evaluation"), lambda wanted: not is_language_model(wanted.model),
@@ -146,6 +147,7 @@ class Experiment:
     regrow: str | None = None  # "gradient" (RigL) or "random" (SET)
     drop: float = 0.3  # fraction of the kept weights exchanged at first
     until: float = 0.75  # from here on no weight regrows
+    mask_gradients: bool = False  # leave gradients of pruned weights out of the norm that clipping reads
     precision: str = "fp32"
     compile: bool = False
     evaluate_every: int = 100
@@ -186,6 +188,11 @@ class Experiment:
             resolve(self.score)
             if not self.sparsity and self.pattern is None:
                 raise SecateurError(f"score {self.score!r} needs a sparsity above 0, or a pattern.")
+        if self.mask_gradients and self.regrow == "gradient":
+            raise SecateurError(
+                "regrow = 'gradient' ranks pruned weights by the gradients that mask_gradients removes. Leave one out,"
+                " or use regrow = 'random'."
+            )
         if not self.until:
             raise SecateurError("until must be a fraction of the steps above 0, or a number of steps; got 0.")
         if self.regrow is not None and self.schedule in RAMPS and self.until_step < self.end_step:

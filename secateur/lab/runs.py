@@ -21,7 +21,7 @@ NOT_SET = "not set"
 # Settings that have no effect on a dense run, which is one without a score.
 PRUNING = (
     "sparsity", "pattern", "regrow", "schedule", "begin", "end", "every", "scope", "allocation", "drop", "until",
-    "skip", "prunable", "preset",
+    "skip", "prunable", "preset", "mask_gradients",
 )  # fmt: skip
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 BUDGET = "budget"

@@ -205,6 +205,8 @@ class Trainer:
             self.scaler.unscale_(self.optimizer.optimizer)
         for callback in self.callbacks:
             callback.on_gradients(self)
+        if self.pruner is not None and wanted.mask_gradients:
+            self.pruner.mask_gradients()
         if wanted.clip:
             self.accelerator.clip_grad_norm_(self.model.parameters(), wanted.clip)
         if self.scaler is None:
