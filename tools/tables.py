@@ -23,7 +23,7 @@ from secateur.files import write
 from secateur.lab.record import ROOT, results_folder
 from secateur.report import markdown_table
 from secateur.scores import resolve
-from tools import results
+from tools import claims, results
 
 NOT_YET = "not measured yet"
 CPU, GPU = "cpu", "gpu"
@@ -176,14 +176,24 @@ def scores_table() -> str:
     return markdown_table(("score", "formula", "reads", "options"), rows).replace("---:", "---")
 
 
+def stream_part() -> str:
+    """Streaming a dataset, by a tokenizer and by bytes."""
+    found = [one for theme in ("data-stream", "data-stream-byte") if (one := newest(theme, CPU))]
+    return "\n\n".join([*claims.stream_tables(found), *map(source, found)]) if found else NOT_YET
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "accuracy": lambda: part(
         "accuracy", CPU, lambda found: [markdown_table(*accuracy.table(found["results"], found["updates"]))]
     ),
     "demo": lambda: part("demo", CPU, lambda found: [markdown_table(found["header"], found["rows"])]),
+    "claims": claims.full_tables,
+    "claims-headline": claims.headline_table,
     "cost": cost_table,
+    "data-stream": stream_part,
     "decode": lambda: part("decode", CPU, decode_tables),
     "decode-model": lambda: part("decode-model", CPU, decode_tables),
+    "forms": lambda: part("small-claims", CPU, claims.forms_tables),
     "pace": lambda: part("pace", GPU, pace_tables),
     "probe": lambda: part(
         "probe",
