@@ -125,7 +125,10 @@ class Pruner:
     def _survey(self, skip: Globs, only: Globs | None) -> None:
         """Find the prunable weights, refuse what cannot work, and allocate masks and facts."""
         check_readable(unwrap(self._model))
-        found, left_out = find_prunable(unwrap(self._model), skip, only, unfit_for(self._pattern))
+        # Zeros are held in layers that are frozen now: the optimizer has them, so they may train later.
+        groups = [group for one in self._optimizers for group in one.param_groups] if self._holds else []
+        frozen = {id(parameter) for group in groups for parameter in group["params"]}
+        found, left_out = find_prunable(unwrap(self._model), skip, only, unfit_for(self._pattern), frozen)
         self._facts = Facts(self._optimizers, self.score, found)
         self._prunables = self._facts.prunables
         trained = {prunable.name for prunable in self._prunables}
@@ -318,7 +321,7 @@ class Pruner:
     def apply_to(self, module: nn.Module) -> None:
         """Zero the pruned weights in a copy of the model too: an EMA or SWA copy (also in `AveragedModel`), a deepcopy,
         compiled or in DistributedDataParallel. Call it on all ranks, before the copy is evaluated or saved."""
-        apply_masks(module, self.masks)
+        apply_masks(module, self.masks, {prunable.name: prunable.tied for prunable in self._prunables})
 
     @property
     def model(self) -> nn.Module:
