@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 CORE := .venv-core
 WHEEL := .venv-wheel
 NATIVE := secateur/inference/native/packed_linear.c
-# constraints.txt pins every version; torch comes first so that nothing pulls another build of it.
-INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# constraints.txt pins every version; torch comes first so that nothing pulls another build of it. Modules are compiled
+# when they are first imported: most of the 15,000 installed never are.
+INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 # Tests of the core that run where nothing but torch is installed.
 CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,activations allocation calibration default_dtype masks optim patterns \
 	probe prunable prune pruner reconstruction regrowth report schedules scores selection spam))
@@ -36,7 +37,7 @@ demo: $(VENV)/.demo
 	$(BIN)/secateur demo
 
 test: $(VENV)/.ready check test-core
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

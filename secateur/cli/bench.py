@@ -117,7 +117,7 @@ def _probe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=positive, default=128, help="sequences to calibrate on (128)")
     parser.add_argument("--length", type=positive, default=2048, help="tokens in each (2048)")
     parser.add_argument("--batches", type=positive, nargs="+", default=[1, 2, 4], help="batch sizes to try (1 2 4)")
-    parser.add_argument("--memory", default="24GB", help="memory limit of the second run of each job (24GB)")
+    parser.add_argument("--memory", default="24GB", help="memory limit of the second run of each job on a GPU (24GB)")
     parser.add_argument("--quick", action="store_true", help="only the passes, no jobs")
 
 
