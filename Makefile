@@ -13,7 +13,7 @@ INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check -c co
 CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,activations allocation calibration default_dtype masks optim patterns \
 	probe prunable prune pruner reconstruction regrowth report schedules scores selection spam))
 
-.PHONY: demo test test-core check docs wheel soak mutants bench-select gpu readme clean
+.PHONY: demo test test-core test-transformers check docs wheel soak mutants bench-select gpu readme clean
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +64,14 @@ test-core: $(CORE)/.ready
 	@$(CORE)/bin/python -c "from importlib.util import find_spec; found = [name for name in \
 	('numpy', 'triton', 'safetensors', 'transformers', 'accelerate') if find_spec(name)]; assert not found, found"
 	$(CORE)/bin/python -m pytest -q -n 2 -m "not gpu and not slow" $(CORE_TESTS)
+
+# The loader of packed models with an older transformers, which lies in a folder of its own in front of the newest.
+OLD := 5.17.0
+build/transformers-$(OLD): $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --target $@ transformers==$(OLD)
+
+test-transformers: build/transformers-$(OLD)
+	PYTHONPATH=$(CURDIR)/build/transformers-$(OLD) $(BIN)/python -m pytest -q -n 2 tests/test_saving.py tests/test_packed.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

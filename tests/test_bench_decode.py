@@ -125,3 +125,14 @@ def test_options_that_do_not_fit_say_so(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["bench", "decode", "model", "--device", "cpu", "--int8", "--out", str(tmp_path)]) == 2
     assert "for made-up layers; leave out the model" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_layers_of_gpt2_are_measured_too() -> None:
+    pytest.importorskip("transformers")
+    from tests import tiny
+
+    model = tiny.gpt2().eval().requires_grad_(False)
+    decode.prune_by_magnitude(model, 0.5)
+    found = decode.measure_layers(model, 5)
+    assert sum(cell["layers"] for cell in found) == 4
+    assert all(cell["right"] for cell in found)
