@@ -7,7 +7,6 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,13 +89,12 @@ def test_streams_are_short_and_segments_wide(sparsity: float, bits_a_weight: flo
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("compiled kernels are tested here: pytest -m gpu")
     monkeypatch.delenv("SECATEUR_KERNELS")
     monkeypatch.setattr(gpu, "DEVICES", {"cpu"})
-    yield
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
