@@ -1,15 +1,19 @@
 """Run outside Triton's interpreter: compiles kernels for GPUs that are not here, with the constants of real launches.
 
 `python -m tests.compile_worker sample|all` runs the selection, AdamW and packed layers on tiny tensors with a launch
-function that compiles instead of launching, and prints a line for each kernel: shared memory, whether anything
-spilled, shuffles, constants.
+function that compiles instead of launching, and prints a line for each kernel: registers, stack (more than zero:
+registers were spilled), shuffles, constants.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
 import warnings
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +41,7 @@ class Compiler:
     """Stands in for `launch_kernel`."""
 
     def __init__(self, architectures: tuple[int, ...]) -> None:
-        self.architectures, self.done = architectures, {}  # type: ignore[var-annotated]
+        self.architectures, self.done, self.failed = architectures, set(), []  # type: ignore[var-annotated]
 
     def __call__(
         self, kernel: Any, grid: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int = 8, *,
@@ -57,7 +61,15 @@ class Compiler:
             hints = {(place,): [["tt.divisibility", 16]] for place, one in enumerate(even) if one}
             source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=hints)
             options = {"num_warps": warps, "enable_fp_fusion": fused}
-            self.done[key] = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+            try:
+                compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+            except Exception as error:
+                self.failed.append(f"{kernel.__name__} {constants}: {error}")
+                raise
+            self.done.add(key)
+            registers, stack = resources(compiled.asm["cubin"])
+            print(kernel.__name__, f"sm_{architecture}", f"warps={warps}", f"registers={registers}", f"stack={stack}",
+                  compiled.asm["ptx"].count("shfl.sync"), *constants, flush=True)  # fmt: skip
 
     @staticmethod
     def type_of(value: Any) -> str:
@@ -65,11 +77,15 @@ class Compiler:
             return POINTERS[value.dtype]
         return "fp32" if isinstance(value, float) else "i32"
 
-    def report(self) -> None:
-        for (name, _, _, constants, warps, architecture), compiled in self.done.items():
-            text = compiled.asm["ptx"]
-            print(name, f"sm_{architecture}", f"warps={warps}", f"shared={compiled.metadata.shared}",
-                  "spilled" if ".local" in text else "fits", text.count("shfl.sync"), *constants)  # fmt: skip
+
+def resources(binary: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack: more than zero if registers were spilled."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"REG:(\d+)", said)[0]), int(re.findall(r"STACK:(\d+)", said)[0])
 
 
 def decoding(everything: bool) -> None:
@@ -138,7 +154,8 @@ def main() -> None:
     if everything:
         selecting()
         stepping()
-    compiler.report()
+    if compiler.failed:
+        raise SystemExit("\n".join(compiler.failed))
 
 
 if __name__ == "__main__":

@@ -209,6 +209,6 @@ def test_kernels_compile_for_gpus_that_are_not_here() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert {line.split()[0] for line in lines} >= {"_decode", "_unpack"}
-    assert not [line for line in lines if " spilled " in line]
+    assert all(" stack=0 " in line for line in lines if line.startswith("_decode ")), lines
     # Threads exchange values at the end alone; a layout that makes them do so in the loop takes hundreds of shuffles.
     assert all(int(line.split()[5]) <= 120 for line in lines if line.startswith("_decode ")), lines

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -91,7 +92,7 @@ def measure(shape: tuple[int, int], case: Case, dtype: torch.dtype, device: torc
     }  # fmt: skip
 
 
-def table(cells: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+def table(cells: Sequence[dict[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Header and rows, with the bar of each."""
     header = ("layer", "dtype", "zeros", "values", "inputs", "bits a weight", "dense us", "packed us", "speedup",
               "bar")  # fmt: skip
@@ -131,18 +132,16 @@ CONTEXT = 64  # positions of the cache; all are read in every step
 class Block(nn.Module):
     """One layer of the decoder, with a cache of fixed size."""
 
+    cache: Tensor
+
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.heads, self.groups, self.size = shape.heads, shape.groups, shape.width // shape.heads
-        made = {"bias": False, "device": device, "dtype": dtype}
-        few = self.size * shape.groups
-        self.queries, self.out = (
-            nn.Linear(shape.width, shape.width, **made),
-            nn.Linear(shape.width, shape.width, **made),
-        )
-        self.keys, self.values = nn.Linear(shape.width, few, **made), nn.Linear(shape.width, few, **made)
-        self.gate, self.up = nn.Linear(shape.width, shape.hidden, **made), nn.Linear(shape.width, shape.hidden, **made)
-        self.down = nn.Linear(shape.hidden, shape.width, **made)
+        linear = partial(nn.Linear, bias=False, device=device, dtype=dtype)
+        width, hidden, few = shape.width, shape.hidden, self.size * shape.groups
+        self.queries, self.keys, self.values = linear(width, width), linear(width, few), linear(width, few)
+        self.gate, self.up, self.down = linear(width, hidden), linear(width, hidden), linear(hidden, width)
+        self.out = linear(width, width)
         self.norms = nn.ModuleList(nn.RMSNorm(shape.width, device=device, dtype=dtype) for _ in range(2))
         cache = torch.zeros(2, 1, shape.groups, CONTEXT, self.size, device=device, dtype=dtype)
         self.register_buffer("cache", cache, persistent=False)
@@ -154,7 +153,8 @@ class Block(nn.Module):
         key = rotated(self.keys(normed).view(1, 1, self.groups, self.size).transpose(1, 2), rotation)
         value = self.values(normed).view(1, 1, self.groups, self.size).transpose(1, 2)
         self.cache.index_copy_(3, place, torch.stack((key, value)))
-        found = functional.scaled_dot_product_attention(query, *self.cache, attn_mask=seen, enable_gqa=True)
+        keys, values = self.cache
+        found = functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen, enable_gqa=True)
         x = x + self.out(found.transpose(1, 2).reshape(1, -1))
         normed = self.norms[1](x)
         return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
@@ -220,8 +220,9 @@ def measure_whole(name: str, case: Case, dtype: torch.dtype, device: torch.devic
 
 def _decoded(model: Decoder, tokens: Tensor, device: torch.device, calls: int) -> dict[str, Any]:
     """Logits after some tokens, the time of a step (by CUDA graph where there is one), and the bytes of the weights."""
-    for block in model.blocks:
-        block.cache.zero_()
+    for block in model.modules():
+        if isinstance(block, Block):
+            block.cache.zero_()
     for number, token in enumerate(tokens):
         logits = model(token[None], torch.tensor([number], device=device))
     token, place = tokens[:1].clone(), torch.full((1,), len(tokens), device=device)
