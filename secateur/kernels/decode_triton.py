@@ -235,10 +235,14 @@ def _unpack(
     bit = tl.arange(0, 8)[None, :]
     for start in range(0, STRIDE, BLOCK):
         bits = tl.load(mask + row * STRIDE + start + byte, mask=start + byte < STRIDE, other=0).to(tl.int32)
-        kept = (bits[:, None] >> bit) & 1
-        number = tl.sum(kept, 1)
+        spread = (bits | (bits << 12)) & 0x000F000F  # bit k to the lowest bit of digit k, in 8 digits of 4 bits
+        spread = (spread | (spread << 6)) & 0x03030303
+        spread = (spread | (spread << 3)) & 0x11111111
+        upto = spread * 0x11111111  # digit k counts the bits up to k
+        number = (upto >> 28) & 15
         before = tl.cumsum(number, 0) - number
-        inside = before[:, None] + tl.cumsum(kept, 1) - kept
+        kept = (bits[:, None] >> bit) & 1
+        inside = before[:, None] + (((upto << 4)[:, None] >> (4 * bit)) & 15)
         value = tl.load(values + place + inside, mask=kept != 0, other=0)
         if SCALED:
             value = value.to(tl.float32) * tl.load(scale + row)
