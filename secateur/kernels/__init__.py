@@ -181,6 +181,27 @@ def take_adamw(ready: Sequence[Any], gradients: Sequence[Tensor], hyper: Hyper, 
         written(one.written)
 
 
+def sparse_linear(
+    x: Tensor, values: Sequence[Tensor], indices: Sequence[Tensor], bases: Tensor, starts: Tensor,
+    scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype, form: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """x @ weight.T * scale + bias for few inputs and the streams of decode.py, on a device with kernels."""
+    from secateur.kernels import decode_triton
+
+    with on(x.device):
+        return decode_triton.linear(x, values, indices, bases, starts, scale, bias, dtype, form)
+
+
+def unpack_weight(
+    values: Tensor, mask: Tensor, offsets: Tensor, scale: Tensor | None, columns: int, weight: Tensor
+) -> None:
+    """Write the dense form of a packed weight into `weight`, on a device with kernels."""
+    from secateur.kernels import decode_triton
+
+    with on(weight.device):
+        decode_triton.unpack(values, mask, offsets, scale, columns, weight)
+
+
 def _uses_kernels(tensors: Sequence[ScoredTensor]) -> bool:
     if not tensors or reason_against(tensors[0].device) is not None:
         return False

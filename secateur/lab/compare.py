@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from secateur.errors import ComparisonError
+from secateur.lab.costs import compile_table, cost_notes, cost_table, plain_costs
 from secateur.lab.runs import (
     EXTENDED,
     PRUNING,
@@ -323,6 +324,11 @@ class Comparison:
             if table.entries:
                 parts.append(text_table(header(self.measure), rows_of(table, self.measure)))
             parts.append("\n".join(notes(table, self.measure)))
+        if (cost := cost_table(self.rows, self.measure)) is not None:
+            parts += ["What each row cost, mean over seeds", text_table(*cost)]
+            parts.append("\n".join(cost_notes(self.rows, self.measure)))
+        if (changes := compile_table(self.rows, self.measure)) is not None:
+            parts += ["Compiled against eager, mean over seeds", text_table(*changes, left=2)]
         findings = "\n".join(f"{headline}. {detail}".strip() for headline, detail in self.findings)
         return "\n\n".join(part for part in (*parts, "\n".join(self.explained), findings) if part)
 
@@ -374,6 +380,7 @@ class Comparison:
             "measure": {**asdict(self.measure), "judged": self.measure.judged},
             "findings": self.findings,
             "explained": self.explained,
+            "costs": plain_costs(self.rows, self.measure),
             "tables": [
                 {
                     **asdict(table),

@@ -160,7 +160,7 @@ class CalibratedModel:
         if self.streams and self.memory is not None:
             raise FactError("memory limits a model that is on the device; a streamed one needs little. Leave one out.")
         if self.memory is not None and self.device.type != "cuda":
-            self.notes["memory"] = f"memory= limits CUDA devices; it has no effect on {self.device}."
+            raise FactError(f"memory limits CUDA devices and has no effect on {self.device}. Leave it out.")
         self.stages = Stages(self.device, settings.progress and self.ranks.rank == 0)
 
     def _choose_loss(self, settings: CalibrationSettings) -> None:
