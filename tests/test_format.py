@@ -176,7 +176,7 @@ def test_groups_are_exact_and_never_longer_than_the_mask(
     stored = packed.parts("a")["a_groups"]
     assert stored.shape == groups.stored_shape(rows, columns, short)
     assert stored.nbytes < packed.mask.nbytes
-    back, wrong = form.mask_of(stored, weight.shape, short)
+    back, wrong = groups.mask_of(stored, weight.shape, short)
     assert not wrong
     assert torch.equal(back, packed.mask)
 

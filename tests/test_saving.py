@@ -793,3 +793,19 @@ def test_other_libraries_save_their_models_themselves_unless_packed(tmp_path: Pa
     assert (tmp_path / "card" / "README.md").read_text() == "# Mine\n"
     sc.save(model, tmp_path / "packed")
     assert torch.equal(sc.load(tmp_path / "packed", into=Mixed()).up.weight, model.up.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_layers_of_zeros_alone_in_any_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = sparsify(tiny.llama()).to(dtype)
+    for name, parameter in model.named_parameters():
+        if "mlp" in name:
+            parameter.data.zero_()
+    expected = logits(model)
+    sc.save(model, tmp_path / "a")
+    loaded = sc.load(tmp_path / "a")
+    assert loaded.dtype == dtype
+    assert torch.allclose(logits(loaded), expected, atol=1e-2 if dtype == torch.float16 else 1e-12)
+    assert torch.equal(logits(sc.unpack(loaded)), expected)
+    loaded.save_pretrained(tmp_path / "b")
+    assert torch.equal(logits(sc.load(tmp_path / "b", packed=False)), expected)

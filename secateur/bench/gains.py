@@ -96,7 +96,7 @@ class Gains:
         said = [
             f"Packed, {sum(group.layers for group in groups)} linear layers take {packed / 1e6:,.2f} MB instead of"
             f" {dense / 1e6:,.2f} ({packed / dense:.0%}).{left}",
-            f"Packed layers are computed by: {kernel(self.device)}, {torch.get_num_threads()} threads.",
+            f"Packed layers are computed by: {kernel(self.device)}; threads: {torch.get_num_threads()}.",
         ]
         if not all(group.cell["right"] for group in groups):
             return [*said, f"In time: {DIFFER}, so nothing is claimed."]

@@ -147,15 +147,6 @@ def fault(weight: Packed) -> str:
     return ""
 
 
-def mask_of(stored: Tensor, shape: Sequence[int], short: Groups) -> tuple[Tensor, str]:
-    """The mask of a weight from its stored groups, and what is wrong with them, in words; empty if nothing is."""
-    rows, columns = shape[0], math.prod(shape[1:])
-    if stored.dtype != torch.uint8 or stored.shape != groups.stored_shape(rows, columns, short):
-        return stored, f"its groups are {stored.dtype} {list(stored.shape)}, which does not fit {list(shape)}"
-    found = groups.decode(stored, columns, short)
-    return (stored, f"its groups are not of {short[0]}:{short[1]}") if found is None else (found, "")
-
-
 def not_read(version: object) -> str:
     """Why this version of the format is not read; empty if it is."""
     if type(version) is int and VERSION <= version <= NEWEST:
@@ -440,7 +431,7 @@ class WeightFiles(Mapping[str, Weight]):
         dtype, shape = getattr(torch, one["dtype"]), tuple(one["shape"])
         if short := self.groups(name):
             stored = self._tensor(name + GROUPS)
-            mask, wrong = mask_of(stored, shape, short)
+            mask, wrong = groups.mask_of(stored, shape, short)
         else:
             mask, wrong = self._tensor(name + MASK), ""
         found = Packed(self._tensor(name), mask, shape, dtype, scale, bool(one.get("transposed")))

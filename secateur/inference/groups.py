@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -78,6 +79,15 @@ def _decode(stored: Tensor, columns: int, groups: Groups) -> Tensor | None:
     if ranks.numel() and int(ranks.max()) >= table.numel():
         return None
     return _ungrouped(table[ranks], columns, groups[1])
+
+
+def mask_of(stored: Tensor, shape: Sequence[int], groups: Groups) -> tuple[Tensor, str]:
+    """The mask of a weight from the groups in a file, and what is wrong with them, in words; empty if nothing is."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    if stored.dtype != torch.uint8 or stored.shape != stored_shape(rows, columns, groups):
+        return stored, f"its groups are {stored.dtype} {list(stored.shape)}, which does not fit {list(shape)}"
+    found = decode(stored, columns, groups)
+    return (stored, f"its groups are not of {groups[0]}:{groups[1]}") if found is None else (found, "")
 
 
 def _rows(columns: int) -> int:

@@ -111,7 +111,7 @@ class PackedLinear(nn.Module):
 
     def _derive(self) -> None:
         """What follows from mask and values: where rows begin and, on GPUs, streams."""
-        if self.weight_mask.is_meta:
+        if self.stored_groups is not None or self.weight_mask.is_meta:
             return
         self.offsets = row_offsets(self.weight_mask, self.in_features)
         self.streams = None if self.lean else gpu.streams_for(self.packed)
@@ -182,7 +182,7 @@ class PackedLinear(nn.Module):
         """Moves and casts; scales stay fp32, as int8 values would lose precision otherwise."""
         scale, before = self.weight_scale, (self.weight.device, self.weight.dtype)
         super()._apply(fn, recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight_mask.device)).dtype
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
         if scale is not None and self.weight_scale is not None and self.weight_scale.dtype != scale.dtype:
             self.weight_scale = scale.to(self.weight_scale.device)
         if before != (self.weight.device, self.weight.dtype):

@@ -26,12 +26,11 @@ from secateur.inference.format import (
     Packed,
     WeightFiles,
     describe,
-    mask_of,
     metadata,
     not_read,
     version_of,
 )
-from secateur.inference.groups import Groups, stored_shape
+from secateur.inference.groups import Groups, mask_of, stored_shape
 from secateur.inference.packed import PackedLinear, is_conv1d, packed_layers, unpack
 
 
