@@ -91,15 +91,22 @@ mutants: $(VENV)/.ready
 bench-select: $(VENV)/.ready
 	$(BIN)/secateur bench select
 
-# On a machine with an NVIDIA GPU: every GPU test, then fresh records of the four benchmarks the README quotes.
-# GPU_PYTHON may be any Python with torch, triton and pytest; nothing is installed.
+# On a machine with an NVIDIA GPU: tests of packed layers, what zeros buy there, all other GPU tests, then fresh records of
+# the four benchmarks the README quotes. What was measured least comes first; every benchmark writes its record at once, and
+# a part that fails does not keep the rest from running. GPU_PYTHON may be any Python with torch, triton and pytest; nothing
+# is installed.
 GPU_PYTHON ?= python3
 gpu:
-	PYTHONPATH=. $(GPU_PYTHON) -m pytest -q -m gpu
-	PYTHONPATH=. $(GPU_PYTHON) -m secateur bench select
-	PYTHONPATH=. $(GPU_PYTHON) -m secateur bench step
-	PYTHONPATH=. $(GPU_PYTHON) -m secateur bench scale
-	PYTHONPATH=. $(GPU_PYTHON) -m secateur bench pace --modes compile --steps 400
+	@failed=""; part() { echo "== $$*"; PYTHONPATH=. $(GPU_PYTHON) -m "$$@" || failed="$$failed [$$*]"; }; \
+	part pytest -q -m gpu tests/test_gpu_decode.py; \
+	part secateur bench decode --device cuda; \
+	part secateur bench decode --device cuda --whole mistral-7b; \
+	part pytest -q -m gpu --ignore tests/test_gpu_decode.py; \
+	part secateur bench select; \
+	part secateur bench step; \
+	part secateur bench scale; \
+	part secateur bench pace --modes compile --steps 400; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 readme: $(VENV)/.ready
 	$(BIN)/python -m tools.tables

@@ -26,8 +26,9 @@ IMPORTED = (
     "transformers",
     "secateur.pruner",
     "secateur.oneshot.prune",
-    "tests.conftest",
-)  # what is not installed is passed over
+    "hypothesis",
+    "pytest",
+)  # what is not installed is passed over; nothing here may start CUDA, which cannot be forked
 
 
 @dataclass(frozen=True)

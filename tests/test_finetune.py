@@ -70,6 +70,7 @@ def zeros(out: str = "out") -> tuple[int, int]:
         ("--how", "oneshot", "--sparsity", "0.5", "--calibration", "4"),
         ("--how", "oneshot", "--sparsity", "0.5", "--lora", "--accumulate", "2"),
         ("--eval-data", "two.txt", "--sparsity", "0.25", "--seed", "3"),
+        ("--sparsity", "0.5", "--regrow", "gradient"),
     ],
     ids=" ".join,
 )
@@ -100,6 +101,7 @@ def test_a_model_goes_in_and_a_sparse_one_comes_out(
     assert f"{record['after']:.6g}" in card
     assert "secateur finetune model" in card
     assert "held-out perplexity, fine-tuned" in said.out
+    assert ("regrowth by gradient" in said.out) == ("--regrow" in words)
     assert sorted(path.name for path in folder.iterdir()) == ["model", "one.txt", "out", "two.txt"]
 
 
@@ -206,11 +208,12 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-@pytest.mark.parametrize("how", ["gradual", "oneshot", "lora"])
+@pytest.mark.parametrize("how", ["gradual", "regrow", "oneshot", "lora"])
 def test_the_same_command_continues_a_killed_run(
     how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = {"gradual": [], "oneshot": ["--how", "oneshot"], "lora": ["--how", "oneshot", "--lora"]}[how]
+    once_pruned = ["--how", "oneshot"]
+    words = {"oneshot": once_pruned, "lora": [*once_pruned, "--lora"], "regrow": ["--regrow", "gradient"]}.get(how, [])
     words = [*words, "--sparsity", "0.5", "--checkpoint-every", "3"]
     assert run(*words, out="whole") == 0
     step = work._Steps.on_step_end
@@ -269,6 +272,8 @@ def once(function: Any) -> Any:
         ("--how sideways", "invalid choice: 'sideways'"),
         ("--lora", "--lora trains adapters on a pruned model. Use --how oneshot"),
         ("--calibration 3", "--calibration is for --how oneshot"),
+        ("--how oneshot --regrow random", "--regrow is for --how gradual: with oneshot the zeros stay where they are"),
+        ("--regrow sideways", "invalid choice: 'sideways'"),
         ("--teacher model --no-distill", "--teacher is for distillation, and --no-distill turns it off"),
         ("--alpha 0.5 --no-distill", "--alpha is for distillation, and --no-distill turns it off"),
         ("--alpha 0", "must be a number above 0 and up to 1, got '0'"),

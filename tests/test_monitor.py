@@ -293,7 +293,7 @@ def test_all_gpus_of_a_run_are_on_its_page(tmp_path: Path) -> None:
     (tmp_path / "gpu.json").write_text(json.dumps(samples))
     more = {"seen": 9000, "epochs": 3.8, "peak_bytes": 5 * 10**9, "gpu": monitor.means_of(samples)}
     page = render_run(tmp_path, "run", {**SUMMARY, **more})
-    assert "<h2>GPU: time in memory access, %</h2>" in page
+    assert "<h2>GPU: memory access, %</h2><p>A line for every GPU.</p>" in page
     assert "power" not in page  # which was not sampled
     for cell in ("tokens a second</td><td>1,000", "passes over the data</td><td>3.80", "memory access, %</td><td>2.5"):
         assert cell in page.replace(' class="number"', "")

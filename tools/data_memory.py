@@ -38,8 +38,7 @@ Sample = tuple[float, float]
 
 def make_dataset(folder: Path, size: int) -> None:
     """Parquet files with `size` bytes of text in all."""
-    import pyarrow
-    import pyarrow.parquet
+    import datasets
 
     folder.mkdir(parents=True)
     text, rng = read_text("builtin"), random.Random(0)
@@ -51,9 +50,7 @@ def make_dataset(folder: Path, size: int) -> None:
             rows.append(f"{count} {text[start : start + length]}")
             here += len(rows[-1].encode())
             count += 1
-        pyarrow.parquet.write_table(
-            pyarrow.table({"text": rows}), folder / f"part-{number:03}.parquet", row_group_size=1000
-        )
+        datasets.Dataset.from_dict({"text": rows}).to_parquet(folder / f"part-{number:03}.parquet", batch_size=1000)
         number, written = number + 1, written + here
 
 
@@ -150,7 +147,7 @@ def main() -> int:
     equal = code == 0 and checksums(again) == checksums(tokens)
     found |= {"killed_after_tokens": committed, "continued_seconds": seconds, "continued_samples": samples}
     found |= {"equal_after_kill": equal}
-    path = record.save("data-stream", found, options, torch.device("cpu"))
+    path = record.save("data-stream-byte" if options.byte else "data-stream", found, options, torch.device("cpu"))
     print(f"{path}: peak {found['peak_mib']:,.0f} MiB, equal after a kill: {equal}")
     return int(not equal)
 

@@ -129,7 +129,8 @@ def run(options: argparse.Namespace) -> int:
                 continue
             model.load_state_dict(dense)
             found = cell(model, dense, name, texts, draw, options)
-            data["cells"].append({"cell": name, "group": options.group, "draw": draw, **found})
+            which = {"cell": name, "group": options.group, "draw": draw, "commit": record.commit()}
+            data["cells"].append(which | found)
             path = record.save(theme, data, options, device)
             print(f"{name}, draw {draw}: {found['sparsity']:.4f} {found['perplexity']:.3f}", flush=True)
     print(path)

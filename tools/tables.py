@@ -23,7 +23,7 @@ from secateur.files import write
 from secateur.lab.record import ROOT, results_folder
 from secateur.report import markdown_table
 from secateur.scores import resolve
-from tools import finetune_campaign, finetune_rivals, finetune_tables, procedure_tables, results
+from tools import claims, finetune_campaign, finetune_rivals, finetune_tables, procedure_tables, results
 
 NOT_YET = "not measured yet"
 CPU, GPU = "cpu", "gpu"
@@ -188,6 +188,12 @@ def scores_table() -> str:
     return markdown_table(("score", "formula", "reads", "options"), rows).replace("---:", "---")
 
 
+def stream_part() -> str:
+    """Streaming a dataset, by a tokenizer and by bytes."""
+    found = [one for theme in ("data-stream", "data-stream-byte") if (one := newest(theme, CPU))]
+    return "\n\n".join([*claims.stream_tables(found), *map(source, found)]) if found else NOT_YET
+
+
 def campaign_tables(record: Record) -> list[str]:
     """The fine-tuning campaign: its table, its figure if there is one, and what was asked beside what was found."""
     cells = record["cells"]
@@ -214,9 +220,13 @@ PARTS: dict[str, Callable[[], str]] = {
         "accuracy", CPU, lambda found: [markdown_table(*accuracy.table(found["results"], found["updates"]))]
     ),
     "demo": lambda: part("demo", CPU, lambda found: [markdown_table(found["header"], found["rows"])]),
+    "claims": claims.full_tables,
+    "claims-headline": claims.headline_table,
     "cost": cost_table,
+    "data-stream": stream_part,
     "decode": lambda: part("decode", CPU, decode_tables),
     "decode-model": lambda: part("decode-model", CPU, decode_tables),
+    "forms": lambda: part("small-claims", CPU, claims.forms_tables),
     finetune_campaign.THEME: lambda: part(finetune_campaign.THEME, GPU, campaign_tables),
     finetune_rivals.THEME: lambda: part(finetune_rivals.THEME, CPU, rivals_tables),
     "pace": lambda: part("pace", GPU, pace_tables),

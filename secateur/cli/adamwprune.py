@@ -19,7 +19,7 @@ with the reason and what to use instead (REFUSED).
 from __future__ import annotations
 
 import argparse
-from typing import Any, NoReturn
+from typing import Any
 
 from secateur.cli.options import positive, sparsity
 from secateur.errors import SecateurError
@@ -89,7 +89,7 @@ REFUSED: dict[str, str] = {
 class Refused(argparse.Action):
     """An option that is known and not taken: says why, and what to use."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> NoReturn:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         name = self.option_strings[0]
         parser.error(f"{name} is not an option of secateur train: {REFUSED[name].rstrip('.')}")
 

@@ -145,6 +145,8 @@ def _decode(parser: argparse.ArgumentParser) -> None:
     dtypes = ("bfloat16", "float32", "float16")
     parser.add_argument("--dtype", nargs="+", choices=dtypes, help="(made-up: bfloat16, a model: its own)")
     parser.add_argument("--int8", action="store_true", help="made-up layers also with int8 values")
+    shapes = ("mistral-7b", "tiny")
+    parser.add_argument("--whole", choices=shapes, help="decode with a model of this shape and random weights")
     parser.add_argument("--threads", type=positive, help="torch's threads on a CPU (as many as torch takes)")
     parser.add_argument("--calls", type=positive, default=30, help="timed calls of each form of a layer (30)")
     parser.add_argument("--tokens", type=positive, default=48, help="timed tokens of each form of a model (48)")

@@ -29,7 +29,7 @@ FEW = 4
 TRIED = (1, 4, 8, 16)  # numbers of inputs that `few_of` measures
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Rows of a program, its warps, segments in flight. Fewer rows: more programs; more rows: inputs are staged less often.
-SETTINGS = ((8, 4, 2), (8, 4, 1), (8, 4, 3), (4, 4, 2), (16, 4, 2), (16, 8, 2), (4, 2, 2), (16, 4, 3), (2, 2, 3))
+SETTINGS = ((8, 4, 2), (16, 8, 2), (4, 4, 2), (8, 4, 1), (16, 4, 3))
 COPIES = 16  # of streams that tuning goes round at most
 
 

@@ -11,6 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def compare(
     times: tuple[list[float], list[float]] = [], []
     forms = [_copies(layer, x.device) for layer in (dense, packed)]
     if x.device.type == "cuda":
-        graphs = [graph_of([lambda one=one: one(x) for one in copies]) for copies in forms]
+        graphs = [graph_of([partial(one, x) for one in copies]) for copies in forms]
     until = time.perf_counter() + seconds
     while len(times[0]) < LEAST or (len(times[0]) < most and time.perf_counter() < until):
         for number, taken in enumerate(times):

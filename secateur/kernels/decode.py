@@ -24,7 +24,7 @@ from secateur.selection import masks
 
 ENTRIES = 16  # in a group
 CELL = 16  # columns in a cell
-PART = 1 << 21  # positions converted at a time
+PART = 1 << 22  # positions converted at a time
 CHUNK = 64  # columns in which entries are counted before the width is chosen; widths are multiples of it
 WIDEST = 2048  # columns of a segment: their inputs are staged in shared memory
 GROUPS = (32, 16, 8)  # groups that a segment may have at most; fewer only if that saves CLEARLY

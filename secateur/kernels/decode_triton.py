@@ -89,50 +89,50 @@ def _input(gathered, NUMBER: tl.constexpr, INPUTS: tl.constexpr, DTYPE: tl.const
 
 
 @triton.jit
-def _last(columns, quarter):
-    """The last of four columns that a thread holds; the compiler drops the zeros."""
-    return tl.sum(tl.where(quarter == 3, columns, 0), 2)[:, :, None]
+def _columns(word, SHIFT: tl.constexpr, before, quarter, ENTRY: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr):
+    """Columns of four neighbouring entries of each group [rows, groups, 4], and the last of them [rows, groups, 1].
 
-
-@triton.jit
-def _columns(word, shift, before, quarter, entry, BITS: tl.constexpr, CELL: tl.constexpr):
-    """Columns of four neighbouring entries of each group. `before`: the column before, or where the group's cells
-    begin; `entry`: the number of the first of the four in its group."""
-    code = (word >> (shift + BITS * quarter)) & ((1 << BITS) - 1)
+    `before`: the column before them, or where the group's cells begin; ENTRY: the first of the four in its group. Gaps
+    are added up one after another: tl.cumsum made Triton 3.6 move everything between threads (docs/LOG.md).
+    """
+    mask: tl.constexpr = (1 << BITS) - 1
     if CELL:
-        result = before + (entry + quarter) // CELL * CELL_COLUMNS + code
+        code = (word >> (SHIFT + BITS * quarter)) & mask
+        result = before + (ENTRY + quarter) // CELL * CELL_COLUMNS + code
+        last = before
     else:
-        result = tl.cumsum(code + tl.where(quarter == 0, before, 0), 2)
-    return result
+        first = before + ((word >> SHIFT) & mask)
+        second = first + ((word >> (SHIFT + BITS)) & mask)
+        third = second + ((word >> (SHIFT + 2 * BITS)) & mask)
+        last = third + ((word >> (SHIFT + 3 * BITS)) & mask)
+        front = tl.where(quarter == 0, first, second)  # each thread holds all four, so the
+        back = tl.where(quarter == 2, third, last)  # compiler resolves these
+        result = tl.where(quarter < 2, front, back)
+    return result, last
 
 
 @triton.jit
 def _quarters(first, second, third, fourth, place, valid, base, quarter, BITS: tl.constexpr, CELL: tl.constexpr):
     """The columns of all entries, in four quarters [rows, groups, 4]."""
-    word0 = tl.load(first + place, mask=valid, other=0)[:, :, None]
-    word1 = tl.load(second + place, mask=valid, other=0)[:, :, None]
+    word0 = tl.load(first + place, mask=valid, other=0)
+    word1 = tl.load(second + place, mask=valid, other=0)
     if BITS == 4:
-        word2, word3 = word1, word1
-        word1 = word0
+        one, before = _columns(word0, 0, base, quarter, 0, BITS, CELL)
+        two, before = _columns(word0, 16, before, quarter, 4, BITS, CELL)
+        three, before = _columns(word1, 0, before, quarter, 8, BITS, CELL)
+        four, before = _columns(word1, 16, before, quarter, 12, BITS, CELL)
     else:
-        word2 = tl.load(third + place, mask=valid, other=0)[:, :, None]
-        word3 = tl.load(fourth + place, mask=valid, other=0)[:, :, None]
-    SECOND: tl.constexpr = 16 if BITS == 4 else 0
-    before = base
-    one = _columns(word0, 0, before, quarter, 0, BITS, CELL)
-    before = before if CELL else _last(one, quarter)
-    two = _columns(word1, SECOND, before, quarter, 4, BITS, CELL)
-    before = before if CELL else _last(two, quarter)
-    three = _columns(word2, 0, before, quarter, 8, BITS, CELL)
-    before = before if CELL else _last(three, quarter)
-    four = _columns(word3, SECOND, before, quarter, 12, BITS, CELL)
+        one, before = _columns(word0, 0, base, quarter, 0, BITS, CELL)
+        two, before = _columns(word1, 0, before, quarter, 4, BITS, CELL)
+        three, before = _columns(tl.load(third + place, mask=valid, other=0), 0, before, quarter, 8, BITS, CELL)
+        four, before = _columns(tl.load(fourth + place, mask=valid, other=0), 0, before, quarter, 12, BITS, CELL)
     return one, two, three, four
 
 
 @triton.jit
 def _weights(first, second, third, fourth, place, valid, quarter, VALUES: tl.constexpr):
     """The values of all entries, in the same quarters, as fp32."""
-    where, mask = place[:, :, None] * 4 + quarter, valid[:, :, None]
+    where, mask = place * 4 + quarter, valid
     if tl.bfloat16 == VALUES or tl.float16 == VALUES:
         low, high = tl.load(first + where, mask=mask, other=0), tl.load(second + where, mask=mask, other=0)
         one, two = _half(low, False, VALUES), _half(low, True, VALUES)
@@ -172,21 +172,21 @@ def _decode(
     live = row < rows
     given = tl.program_id(1) * INPUTS
     x += given.to(tl.int64) * COLUMNS
-    group = tl.arange(0, GROUPS)[None, :]
+    group = tl.arange(0, GROUPS)[None, :, None]
     quarter = tl.arange(0, 4)[None, None, :]
     lane = tl.arange(0, STAGED)
     total0 = tl.zeros((TILE, GROUPS, 4), tl.float32)
     total1, total2, total3 = total0, total0, total0
     for segment in tl.range(0, SEGMENTS, num_stages=STAGES):
-        stream = tl.load(starts + row.to(tl.int64) * SEGMENTS + segment, mask=live, other=0)[:, None]
+        stream = tl.load(starts + row.to(tl.int64) * SEGMENTS + segment, mask=live, other=0)[:, None, None]
         valid = group < (stream >> STARTS).to(tl.int32)
         place = (stream & BEGIN) + group
         left = COLUMNS - segment * WIDTH
         staged = _staged(x + segment * WIDTH, inputs - 1 - given, lane, left, COLUMNS, INPUTS, WHOLE)
         if CELL:
-            base = tl.where(valid, group * (ENTRIES // CELL * CELL_COLUMNS), 0)[:, :, None]
+            base = tl.where(valid, group * (ENTRIES // CELL * CELL_COLUMNS), 0)
         else:
-            base = tl.load(bases + place, mask=valid, other=0).to(tl.int32)[:, :, None]
+            base = tl.load(bases + place, mask=valid, other=0).to(tl.int32)
         one, two, three, four = _quarters(
             indices0, indices1, indices2, indices3, place, valid, base, quarter, BITS, CELL
         )
@@ -235,10 +235,14 @@ def _unpack(
     bit = tl.arange(0, 8)[None, :]
     for start in range(0, STRIDE, BLOCK):
         bits = tl.load(mask + row * STRIDE + start + byte, mask=start + byte < STRIDE, other=0).to(tl.int32)
-        kept = (bits[:, None] >> bit) & 1
-        number = tl.sum(kept, 1)
+        spread = (bits | (bits << 12)) & 0x000F000F  # bit k to the lowest bit of digit k, in 8 digits of 4 bits
+        spread = (spread | (spread << 6)) & 0x03030303
+        spread = (spread | (spread << 3)) & 0x11111111
+        upto = spread * 0x11111111  # digit k counts the bits up to k
+        number = (upto >> 28) & 15
         before = tl.cumsum(number, 0) - number
-        inside = before[:, None] + tl.cumsum(kept, 1) - kept
+        kept = (bits[:, None] >> bit) & 1
+        inside = before[:, None] + (((upto << 4)[:, None] >> (4 * bit)) & 15)
         value = tl.load(values + place + inside, mask=kept != 0, other=0)
         if SCALED:
             value = value.to(tl.float32) * tl.load(scale + row)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -71,6 +71,7 @@ FIGURES = {
         "memory access, %", _figure("gpu", "memory_access"), ".1f", "share of time in which its memory was in use",
     ),
 }  # fmt: skip
+CHANGING = (SECONDS, PEAK, "access")  # what compiling may change, beside the quality
 
 
 def unit(measure: Measure) -> str:
@@ -141,30 +142,35 @@ def quality_of(row: Row, measure: Measure) -> float:
     return exponential(mean) if measure.logarithmic else mean
 
 
-def compile_changes(eager: Row, compiled: Row, measure: Measure) -> dict[str, tuple[float, float]]:
-    """Eager and compiled values of every figure that both have, by the name of its column."""
+def compile_changes(eager: Row, compiled: Row, measure: Measure) -> dict[str, tuple[str, str, float]]:
+    """Seconds, memory, memory access and quality: eager, compiled, and the change in percent, by the column's name."""
     found = {}
     for key, name in columns([eager, compiled], measure).items():
-        values = mean_of(eager, key), mean_of(compiled, key)
-        if values[0] is not None and values[1] is not None:
-            found[name] = (values[0], values[1])
-    return found | {measure.name: (quality_of(eager, measure), quality_of(compiled, measure))}
+        before, after = mean_of(eager, key), mean_of(compiled, key)
+        if key in CHANGING and before and after is not None:
+            found[name] = shown(eager, key), shown(compiled, key), 100 * (after / before - 1)
+    before, after = (quality_of(row, measure) for row in (eager, compiled))
+    change = 100 * (after / before - 1) if before else math.nan
+    return found | {measure.name: (f"{before:.4g}", f"{after:.4g}", change)}
 
 
-def compile_table(rows: Sequence[Row], measure: Measure) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
-    """Header and rows: eager, compiled and the change in percent, for every pair; None if there is no pair."""
-    pairs = compile_pairs(rows)
+def compile_table(
+    rows: Sequence[Row], measure: Measure, names: Mapping[str, str] | None = None
+) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
+    """Header and rows: eager, compiled and the change, for every pair; None if there is none. `names` are of pairs."""
+    pairs = [(pair_name(eager), compile_changes(eager, compiled, measure)) for eager, compiled in compile_pairs(rows)]
     if not pairs:
         return None
+    kinds = list(dict.fromkeys(kind for _, changes in pairs for kind in changes))
     found = []
-    for eager, compiled in pairs:
-        for name, (before, after) in compile_changes(eager, compiled, measure).items():
-            change = f"{100 * (after / before - 1):+.1f} %" if before else "-"
-            found.append((pair_name(eager), name, f"{before:,.4g}", f"{after:,.4g}", change))
-    return ("row", "figure", "eager", "compiled", "change"), found
+    for name, changes in pairs:
+        cells = (changes.get(kind) for kind in kinds)
+        texts = ("-" if cell is None else f"{cell[0]} to {cell[1]} ({cell[2]:+.1f} %)" for cell in cells)
+        found.append(((names or {}).get(name, name), *texts))
+    return ("row", *kinds), found
 
 
 def pair_name(row: Row) -> str:
     """A row without what its pair differs in."""
     others = {name: value for name, value in row.settings.items() if name != COMPILE}
-    return Row(others, row.runs).label
+    return replace(row, settings=others).label

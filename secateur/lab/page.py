@@ -20,7 +20,7 @@ COLUMN = "display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min
 BLUE, ORANGE, GREY, GREEN = "#0072b2", "#d55e00", "#9ca3af", "#009e73"
 GPU = {
     "busy": ("busy, %", 1.0),
-    "memory_access": ("time in memory access, %", 1.0),
+    "memory_access": ("memory access, %", 1.0),
     "memory_bytes": ("memory, GB", 1e9),
     "watts": ("power, W", 1.0),
 }
@@ -146,7 +146,10 @@ def _run_figures(folder: Path, lines: Lines, summary: Mapping[str, Any]) -> list
     if (folder / "gpu.json").exists():
         samples = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
         shown = {key: text for key, text in GPU.items() if key in samples[0]}
-        figures += [block(f"GPU: {words}", "", _gpu(samples, key, words, unit)) for key, (words, unit) in shown.items()]
+        said = "A line for every GPU." if len({one.get("gpu") for one in samples}) > 1 else ""
+        figures += [
+            block(f"GPU: {words}", said, _gpu(samples, key, words, unit)) for key, (words, unit) in shown.items()
+        ]
     return figures
 
 

@@ -6,6 +6,7 @@ import html
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -23,8 +24,19 @@ from secateur.lab.compare import (
     short_names,
     written,
 )
-from secateur.lab.cost_plots import compile_chart, quality_by_memory
-from secateur.lab.costs import PEAK, RATE, SECONDS, columns, compile_table, cost_notes, cost_table, shown
+from secateur.lab.cost_plots import LEGEND_LETTERS, compile_chart, quality_by_memory
+from secateur.lab.costs import (
+    PEAK,
+    RATE,
+    SECONDS,
+    columns,
+    compile_pairs,
+    compile_table,
+    cost_notes,
+    cost_table,
+    pair_name,
+    shown,
+)
 from secateur.lab.page import block, figure, layer_bars, legend_columns
 from secateur.lab.runs import Evaluation, Measure, Row, number
 from secateur.lab.statistics import Difference, Estimate, exponential, percent
@@ -39,7 +51,6 @@ WIDTH = 4.6  # inches: text of 10 points stays legible on a phone
 FEW = 4  # rows with bars for every layer
 MOST_LINES = 6  # in a figure of quality against sparsity
 MOST_CURVES = 8
-LEGEND_LETTERS = 60  # that fit beside each other below a figure
 LONG_NAME, LONG_LABEL = 14, 40  # letters of a row in a column name, and of all rows in a label of a legend
 
 
@@ -104,9 +115,14 @@ def _share(found: Difference, measure: Measure) -> str:
 def _costs(found: Comparison) -> str:
     """What the rows cost: tables, quality against memory, and compiled against eager."""
     rows, measure = found.rows, found.measure
-    cost, changes = cost_table(rows, measure), compile_table(rows, measure)
+    cost = cost_table(rows, measure)
     if cost is None:
         return ""
+    pairs = [(pair_name(eager), reached(eager)) for eager, _ in compile_pairs(rows)]
+    short = short_names([name for name, _ in pairs])
+    with_sparsity = _with_sparsity([(short[name], sparsity) for name, sparsity in pairs])
+    of_pairs = dict(zip((name for name, _ in pairs), with_sparsity, strict=True))
+    changes = compile_table(rows, measure, of_pairs)
     names, colours = short_names([row.label for row in rows]), {k: v[0] for k, v in styles(found).items()}
     labels = dict(zip((row.label for row in rows), _labels(rows, names), strict=True))
     figures = []
@@ -114,7 +130,7 @@ def _costs(found: Comparison) -> str:
         better = "down" if measure.logarithmic else "up"
         text = f"A point for every row, mean over seeds. Better is {better} and to the left."
         figures.append(block(f"{measure.name.capitalize()} against memory", text, scatter))
-    if chart := compile_chart(rows, measure, WIDTH):
+    if chart := compile_chart(rows, measure, of_pairs, WIDTH):
         text = "Change of each figure with torch.compile, mean over seeds, all else equal."
         figures.append(block("Compiled against eager", text, chart))
     parts = [f'<div class="figures">{"".join(figures)}</div>' if figures else ""]
@@ -439,7 +455,7 @@ def lines_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
     lines: dict[str, list[Row]] = {}
     for row in rows:
         others = {axis: value for axis, value in row.settings.items() if axis != SPARSITY}
-        lines.setdefault(Row(others, row.runs).label, []).append(row)
+        lines.setdefault(replace(row, settings=others).label, []).append(row)
     return {label: sorted(members, key=reached) for label, members in lines.items()}
 
 

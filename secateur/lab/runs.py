@@ -25,6 +25,8 @@ PRUNING = (
 )  # fmt: skip
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 BUDGET = "budget"
+PRESET = "preset"
+OF_PRESET = ("schedule", "begin", "end", "prunable")  # what a preset sets, beside the budget: its name says it
 EXTENDED = "[extended]"
 AGAIN = "Train it again in another folder, or leave it out."
 EVALUATED = ("seconds", "held_out_loss", "quality", "sparsity")
@@ -352,10 +354,12 @@ class Row:
 
     settings: dict[str, str]  # of the axes
     runs: tuple[FinishedRun, ...]
+    implied: tuple[str, ...] = ()  # axes that the others imply, which the label leaves out
 
     @property
     def label(self) -> str:
-        named = {axis: value for axis, value in self.settings.items() if axis != BUDGET}  # marked instead
+        unnamed = (BUDGET, *self.implied)  # the budget is marked instead
+        named = {axis: value for axis, value in self.settings.items() if axis not in unnamed}
         label = ", ".join(f"{axis}={value}" for axis, value in named.items()) or "all runs"
         return f"{label} {EXTENDED}" if self.extended else label
 
@@ -377,10 +381,20 @@ def group(runs: Sequence[FinishedRun], axes: Sequence[str]) -> list[Row]:
                 " a seed counts once. Leave one of them out."
             )
         seeds[run.seed] = run
+    rows = [dict(zip(axes, values, strict=True)) for values in members]
+    implied = _implied(rows)
     return [
-        Row(dict(zip(axes, values, strict=True)), tuple(seeds[seed] for seed in sorted(seeds)))
-        for values, seeds in members.items()
+        Row(row, tuple(seeds[seed] for seed in sorted(seeds)), implied)
+        for row, seeds in zip(rows, members.values(), strict=True)
     ]
+
+
+def _implied(rows: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    """The axes that a preset among them implies, if rows can be told apart without."""
+    if not rows or PRESET not in rows[0]:
+        return ()
+    left = {tuple(value for axis, value in row.items() if axis not in OF_PRESET) for row in rows}
+    return tuple(axis for axis in rows[0] if axis in OF_PRESET) if len(left) == len(rows) else ()
 
 
 def baselines(rows: Sequence[Row], wanted: str | None) -> list[Row | None]:

@@ -266,9 +266,10 @@ def _check_asked(work: Unfinished, tokens: int | None) -> None:
     have = work.tokens
     if (tokens is not None and have > tokens) or (work.complete and tokens != work.asked):
         asked = "all" if tokens is None else f"{tokens:,}"
+        ask = "Give the --tokens it was begun with" if work.complete else "Ask for at least as many"
         raise DataError(
-            f"{work.folder} already has {have:,} tokens of this job, and {asked} are asked for. Give the --tokens it"
-            " was begun with, or delete the folder to begin again."
+            f"{work.folder} already has {have:,} tokens of this job, and {asked} are asked for. {ask}, or delete the"
+            " folder to begin again."
         )
     work.asked = tokens
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +216,7 @@ def run_cells(
         Workers(workers, _devices(cpu)).run(jobs, run_cell, outcomes, until)
     else:
         read = lru_cache(maxsize=1)(load)  # most grids have one dataset
-        in_turn(jobs, lambda *arguments: run_cell(*arguments, read), outcomes, until)
+        in_turn(jobs, partial(run_cell, read=read), outcomes, until)
     outcomes.check()
     return len(jobs) - outcomes.ended + len(outcomes.unfinished)
 

@@ -121,6 +121,20 @@ def find_prunable(
     return prunables, left_out
 
 
+def find_also_frozen(
+    model: nn.Module, skip: Globs, only: Globs | None, unfit: Unfit
+) -> tuple[list[Prunable], list[LeftOut]]:
+    """The same, but weights that are frozen count as prunable too: after training nothing needs to train."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(parameter.is_floating_point())
+        return find_prunable(model, skip, only, unfit)
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
 def unfit_for(pattern: Pattern | None) -> Unfit:
     """A function that says why a tensor cannot take this pattern."""
 
