@@ -554,7 +554,8 @@ VERBS: dict[str, tuple[str, ...]] = {
               "--memory", "--skip", "--only", "--device", "--stream", "--dtype", "--eval", "--out", "--overwrite",
               "--recipe", "--pattern"),
     "probe": ("--data", "--sparsity", "--context", "--calibration", "--memory", "--skip", "--only", "--device",
-              "--stream", "--score", "--order", "--group", "--tolerance", "--shrink", "--exact", "--out"),
+              "--stream", "--score", "--order", "--group", "--tolerance", "--shrink", "--exact", "--out", "--until",
+              "--start", "--step", "--end", "--max-drop", "--tune", "--refresh", "--scope", "--tolerances"),
     "finetune": ("--data", "--eval-data", "--sparsity", "--how", "--score", "--distill", "--no-distill", "--teacher",
                  "--lora", "--lr", "--batch", "--accumulate", "--context", "--calibration", "--evaluation", "--seed",
                  "--device", "--dtype", "--bf16", "--tracker", "--checkpoint-every", "--out", "--overwrite"),
@@ -565,8 +566,8 @@ VERBS: dict[str, tuple[str, ...]] = {
     "compare": ("--by", "--json", "--html", "--out"),
     "data": ("--out",), "bench": (), "demo": ("--out",), "inspect": ("--out",), "export": ("--out",), "scores": (),
 }  # fmt: skip
-FLAGS = ("--stream", "--overwrite", "--exact", "--dry-run", "--numbers-only", "--distill", "--no-distill", "--lora",
-         "--bf16")  # fmt: skip
+FLAGS = ("--stream", "--overwrite", "--exact", "--until", "--refresh", "--dry-run", "--numbers-only", "--distill",
+         "--no-distill", "--lora", "--bf16")  # fmt: skip
 WORDS = ("0.5", "0", "-1", "1.0", "nan", "inf", "1e400", "2", "7", "wanda", "magnitude", "sparsegpt", "2:4", "9:4",
          "block:2x2", "", " ", "é世", "*", "nothing*", "24GB", "1KB", "-5GB", "cpu", "cuda", "float32", "bfloat16",
          "lm-eval:", "x=y", "lr=", "=", "steps=1", "score=none", "sparsity=0.5", "adamw", "bitter3",

@@ -128,6 +128,17 @@ def test_options_that_do_not_fit_say_so(tmp_path: Path, capsys: pytest.CaptureFi
     assert not list(tmp_path.iterdir())
 
 
+def test_layers_of_gpt2_are_measured_too() -> None:
+    pytest.importorskip("transformers")
+    from tests import tiny
+
+    model = tiny.gpt2().eval().requires_grad_(False)
+    decode.prune_by_magnitude(model, 0.5)
+    found = decode.measure_layers(model, 5)
+    assert sum(cell["layers"] for cell in found) == 4
+    assert all(cell["right"] for cell in found)
+
+
 def test_the_cases_of_a_gpu_run_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """By Triton's interpreter, so that a mistake is not first seen where time is short."""
     pytest.importorskip("triton", reason="triton is not installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -209,7 +210,8 @@ def test_an_accelerator_that_is_not_here_is_a_typed_error(other: str) -> None:
         usable_device(other)
 
 
-def test_a_memory_limit_that_has_no_effect_is_noted() -> None:
+@pytest.mark.parametrize("work", [sc.prune, sc.probe])
+def test_a_memory_limit_that_has_no_effect_is_refused(work: Callable[..., Any]) -> None:
     batches = [(torch.randn(2, 4), torch.randn(2, 4))]
-    report = sc.prune(nn.Sequential(nn.Linear(4, 4)), batches, memory="1GB", only="*")
-    assert any("memory= limits CUDA devices; it has no effect on cpu" in note for note in report.notes)
+    with pytest.raises(FactError, match="memory limits CUDA devices and has no effect on cpu"):
+        work(nn.Sequential(nn.Linear(4, 4)), batches, memory="1GB", only="*")

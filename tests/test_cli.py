@@ -60,7 +60,8 @@ def run(folder: Path, *words: str, model: str = "model") -> int:
         ("prune", "--recipe", "sparsegpt", "--pattern", "2:4"),
         ("probe", "--tolerance", "0.5"),
         ("probe", "--exact", "--sparsity", "0.25", "--score", "variance"),
-        ("probe", "--order", "reverse", "--group", "block"),
+        ("probe", "--order", "reverse", "--group", "block", "--refresh"),
+        ("probe", "--scope", "layer", "--tolerances", "0", "1"),
     ],
 )
 def test_a_model_goes_in_and_a_folder_comes_out(
@@ -85,6 +86,54 @@ def test_a_model_goes_in_and_a_folder_comes_out(
     assert zeros == record["pruned"] == sum(int((~mask).sum()) for mask in masks.values())
     windows = texts.windows(tokenizer, (folder / "one.txt").read_text(), 16, 11)
     assert hf.perplexity(model, windows[6:]) == pytest.approx(record["found"][1][1], rel=1e-5)
+
+
+def levels_of(out: Path) -> list[str]:
+    """The levels that a report lists, without the text they were measured on."""
+    found = json.loads((out / "report.json").read_text())["found"]
+    mark = "perplexity on the text that decides, "
+    return [name.removeprefix(mark) for name, value in found if name.startswith(mark) and value > 0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--order", "reverse", "--group", "block", "--tolerance", "1", "--tune", "both"),
+        ("--tolerance", "1", "--refresh", "--stream"),
+    ],
+)
+def test_levels_rise_until_held_out_text_is_worse(
+    folder: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = folder / "out"
+    levels = ("--until", "--start", "0.2", "--step", "0.3", "--end", "0.8", "--max-drop", "100%")
+    assert run(folder, "probe", *levels, *words, "--out", str(out)) == 0
+    said = capsys.readouterr().out
+    tried = levels_of(out)
+    assert [name.split(",")[0] for name in tried] == ["dense", "level 0.2", "level 0.5", "level 0.8", tried[-1]]
+    assert tried[-1].startswith("wanda alone at sparsity")
+    assert all(name in said for name in tried)
+    assert said.splitlines()[-1].startswith("Perplexity: dense")
+    found = dict(json.loads((out / "report.json").read_text())["found"])
+    model, tokenizer = hf.load(out)
+    windows = texts.windows(tokenizer, (folder / "one.txt").read_text(), 16, 16)
+    last = next(value for name, value in found.items() if "level 0.8" in name)
+    assert hf.perplexity(model, windows[6:11]) == pytest.approx(last, rel=1e-5)  # decides
+    after = next(value for name, value in found.items() if name.startswith("perplexity after"))
+    assert hf.perplexity(model, windows[11:]) == pytest.approx(after, rel=1e-5)  # is not the text that decides
+
+
+def test_a_first_level_that_fails_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder / "out"
+    other = ("--eval-data", str(folder / "two.txt"))
+    words = ("--until", "--start", "0.9", "--tolerance", "1e9", "--max-drop", "0", "--tune", "off")
+    assert run(folder, "probe", *words, *other, "--out", str(out)) == 0
+    said = capsys.readouterr().out
+    assert "No level stayed within --max-drop 0: the model is dense" in said
+    assert said.splitlines()[-1].endswith("at 0 %: +0.0 %")
+    assert [name.split(",")[0] for name in levels_of(out)] == [
+        "dense", "level 0.9", "back to sparsity 0.0000", "wanda alone at sparsity 0.0000",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("verb", ["prune", "probe"])

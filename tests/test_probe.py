@@ -258,6 +258,10 @@ def test_a_plateau_ends_the_search() -> None:
         ({"exact": True, "tolerance": 0.1}, "without a tolerance"),
         ({"exact": True, "order": "reverse", "scope": "model"}, "needs a sparsity for each layer"),
         ({"tolerances": (0.1,), "order": "reverse"}, "one joint probe"),
+        ({"tolerances": (0.1, -1.0)}, "tolerances must all be at least 0"),
+        ({"tolerances": (0.1,), "exact": True}, "without a tolerance"),
+        ({"group": "block"}, "A joint probe takes all layers at once: group='block' has no effect"),
+        ({"refresh": True}, "chooses its candidates once: refresh has no effect"),
     ],
 )
 def test_what_cannot_be(settings: dict[str, Any], message: str) -> None:
@@ -272,8 +276,13 @@ def test_levels_that_cannot_be() -> None:
         ({"start": 0.0}, "start"),
         ({"start": 1.0}, "start"),
         ({"step": 0.0}, "step"),
+        ({"start": 0.5, "end": 0.4}, "end"),
+        ({"end": 1.0}, "end"),
         ({"max_drop": -0.5}, "max_drop"),
         ({"tune": "all"}, "tune is"),
+        ({"tune": True}, "none below 0"),
+        ({"tune": "both", "tolerance": 0.0}, "Pass a tolerance above 0"),
+        ({"group": 2}, "group=2 has no effect"),
         ({"order": "sideways"}, "No order"),
     ):
         with pytest.raises(sc.SecateurError, match=message):
@@ -501,3 +510,49 @@ def test_nothing_is_printed_unasked(capsys: pytest.CaptureFixture[str]) -> None:
     assert (captured.out, captured.err) == ("", "")
     sc.probe(model, batches, skip="0", progress=True)
     assert "gradients" in capsys.readouterr().err
+
+
+def kept_after(monkeypatch: pytest.MonkeyPatch, shares: dict[float, float], qualities: list[float]) -> float:
+    """The sparsity that a search keeps when a tolerance gives this sparsity at its one level."""
+
+    def level(self: Probe, sparsity: float, tolerance: float, *_: Any, **__: Any) -> list[Trial]:
+        found = []
+        for mask in self.calibrated.held.masks:
+            kept = torch.ones_like(mask, dtype=torch.bool)
+            kept[: round(shares.get(tolerance, 0.6) * len(kept))] = False
+            found.append(kept)
+        self.set_masks(found)
+        return []
+
+    monkeypatch.setattr(Probe, "level", level)
+    model, batches = classifier()
+    looks = iter([*qualities, *[0.0] * 20])
+    report = sc.probe_until(
+        model, batches, lambda _: next(looks), tolerance=8.0, start=0.5, end=0.5, order="reverse", scope="layer"
+    )
+    return report.sparsity
+
+
+def test_tuning_keeps_the_sparsest_result_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer a larger tolerance may end with fewer zeros: what is pruned early changes later gradients."""
+    shares = {8.0: 0.75, 0.0: 0.25, 2.0: 0.5, 4.0: 0.4375}
+    assert kept_after(monkeypatch, shares, [9, 0, 9, 9, 9]) == pytest.approx(0.5, abs=0.01)
+    shares = {8.0: 0.75, 0.0: 0.25, 2.0: 0.4375, 4.0: 0.5}
+    assert kept_after(monkeypatch, shares, [9, 0, 9, 9, 9]) == pytest.approx(0.5, abs=0.01)
+
+
+def test_tuning_is_on_where_there_is_a_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert levels_tried(monkeypatch, [9, 9, 0], max_drop=1.0, order="reverse") == [(0.2, 8.0), (0.3, 8.0), (0.3, 0.0)]
+
+
+def test_the_last_level_may_be_named() -> None:
+    model, batches = classifier()
+    report = sc.probe_until(model, batches, lambda _: 0.0, tolerance=1e9, start=0.2, step=0.3, end=0.6, skip="0")
+    assert [update.asked for update in report.updates] == pytest.approx([0.2, 0.5, 0.6])
+
+
+def test_losses_of_the_calibration_are_called_so() -> None:
+    model, batches = classifier()
+    assert [note for note in sc.probe(model, batches).notes if "The losses are of calibration batches" in note]
+    notes = sc.probe(model, batches, evaluate=lambda _: 0.0).notes
+    assert not [note for note in notes if "calibration batches" in note]

@@ -60,7 +60,7 @@ def test_help_takes_less_than_half_a_second() -> None:
         assert shell("--help").returncode == 0
         return time.perf_counter() - began
 
-    assert min(seconds() for _ in range(5)) < 0.5
+    assert any(seconds() < 0.5 for _ in range(5))  # the best of five; the first is mostly enough
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -129,7 +129,31 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("prune ./missing", "There is no folder ./missing"),
         ("probe m --order sideways", "--order must be one of joint, reverse, forward, size; got 'sideways'"),
         ("probe m --score wandda", "Did you mean 'wanda'?"),
-        ("probe m --group some", "--group must be a number of layers, or block; got 'some'"),
+        ("probe m --order reverse --group some", "--group must be a number of layers, or block; got 'some'"),
+        ("probe m --group 1", "--group has no effect with --order joint"),
+        ("probe m --until --group block", "--group has no effect with --order joint"),
+        ("probe m --refresh", "--refresh has no effect with --order joint"),
+        ("probe m --scope everywhere", "scope"),
+        ("probe m --start 0.1", "--start is for levels that rise. Add --until, or leave --start out."),
+        ("probe m --end 0.6", "--end is for levels that rise"),
+        ("probe m --max-drop 0", "--max-drop is for levels that rise"),
+        ("probe m --tune off", "--tune is for levels that rise"),
+        ("probe m --until --sparsity 0.5", "--sparsity has no effect with --until: it raises the sparsity itself"),
+        ("probe m --until --exact", "--exact has no effect with --until"),
+        ("probe m --until --tolerances 1 2", "--tolerances has no effect with --until"),
+        ("probe m --until --tune both", "--tune both tries smaller tolerances, and there is none below 0"),
+        ("probe m --until --tune sometimes", "invalid choice: 'sometimes'"),
+        ("probe m --until --max-drop -1", "--max-drop: must be a number of at least 0 or a percentage such as 5%"),
+        ("probe m --until --start 0.9 --end 0.5", "Need 0 < start <= end < 1"),
+        ("probe m --until --step 0", "step > 0"),
+        ("probe m --order reverse --tolerances 1", "tolerances are tried on the gradients of one joint probe"),
+        ("probe m --exact --tolerance 1", "without a tolerance"),
+        ("probe m --exact --tolerances 1", "without a tolerance"),
+        ("probe m --tolerances -1", "tolerances must all be at least 0"),
+        ("probe m --tolerance -1", "tolerance must be at least 0"),
+        ("probe m --shrink 1", "shrink must be in [0, 1)"),
+        ("probe m --device cpu --memory 8GB", "--memory limits CUDA devices and has no effect on cpu"),
+        ("prune m --device cpu --memory 8GB", "--memory limits CUDA devices and has no effect on cpu"),
         ("finetune m", "the following arguments are required: --data"),
         ("finetune m --data x --sparsity 80", "percent write 0.8"),
         ("finetune ./missing --data builtin", "There is no folder ./missing"),

@@ -129,7 +129,7 @@ def measure(layer: nn.Linear, calls: int, *, int8: bool = False) -> dict[str, An
     weight = layer.weight.detach()
     packed = PackedLinear.from_linear(layer, int8=int8).eval()
     generator = torch.Generator(weight.device).manual_seed(1)
-    x = torch.randn((1, layer.in_features), generator=generator, device=weight.device).to(weight.dtype)
+    x = torch.randn((1, packed.in_features), generator=generator, device=weight.device).to(weight.dtype)
     found = compare(layer, packed, x, exact=not int8, most=calls, seconds=SECONDS)
     return {
         "shape": "x".join(map(str, weight.shape)),
@@ -189,19 +189,9 @@ def measure_steps(model: Any, tokens: int) -> dict[str, Any]:
     device = next(model.parameters()).device
     size = model.get_input_embeddings().num_embeddings
     ids = torch.randint(size, (1, PROMPT + tokens), generator=torch.Generator().manual_seed(0)).to(device)
-    forms = (model, other)
-    caches = [one(ids[:, :PROMPT], use_cache=True).past_key_values for one in forms]
-    times: tuple[list[float], list[float]] = [], []
-    logits: tuple[list[Tensor], list[Tensor]] = [], []
-    for place in range(PROMPT, PROMPT + tokens):
-        for one, cache, taken, found in zip(forms, caches, times, logits, strict=True):
-            synchronize(device)
-            began = time.perf_counter()
-            found.append(one(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits.float())
-            synchronize(device)
-            taken.append(round((time.perf_counter() - began) * 1e3, 3))
+    times, logits = steps_in_turns((model, other), ids)
     exact = copy.deepcopy(model).float()(ids).logits[:, PROMPT:]
-    dense, packed = (float((torch.cat(found, 1) - exact).norm() / exact.norm()) for found in logits)
+    dense, packed = (relative_error(found, exact) for found in logits)
     packable = {name for name, _, reason in linear_layers(model) if not reason}
     rows = [row for row in report.layers if row.name in packable]
     weights = sum(row.shape[0] * row.shape[1] for row in rows)
@@ -218,6 +208,26 @@ def measure_steps(model: Any, tokens: int) -> dict[str, Any]:
         "packed_error": packed,
         "right": packed <= FURTHER * dense + BESIDES,
     }
+
+
+def steps_in_turns(models: Sequence[Any], ids: Tensor) -> tuple[list[list[float]], list[Tensor]]:
+    """Milliseconds of every decoding step of each model, all models in turns on the same tokens, and their logits."""
+    caches = [one(ids[:, :PROMPT], use_cache=True).past_key_values for one in models]
+    times: list[list[float]] = [[] for _ in models]
+    logits: list[list[Tensor]] = [[] for _ in models]
+    for place in range(PROMPT, ids.shape[1]):
+        for one, cache, taken, found in zip(models, caches, times, logits, strict=True):
+            synchronize(ids.device)
+            began = time.perf_counter()
+            found.append(one(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits.float())
+            synchronize(ids.device)
+            taken.append(round((time.perf_counter() - began) * 1e3, 3))
+    return times, [torch.cat(found, 1) for found in logits]
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """Norm of the difference, relative."""
+    return float((found - exact).norm() / exact.norm())
 
 
 def table(cells: Sequence[dict[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:

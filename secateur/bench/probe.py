@@ -2,7 +2,7 @@
 
 The model has the shape asked for and random weights in bf16. First come forward and backward passes that fold every
 gradient into a running maximum, for several batch sizes, with and without activation checkpointing; the fastest is
-recommended for this device. Then come the jobs themselves, once with all memory and once within --memory.
+recommended for this device. Then come the jobs themselves, once with all memory and, on a GPU, once within --memory.
 
 Example: secateur bench probe --shape tiny --sequences 4 --length 32 --batches 1 2 --device cpu
 """
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     saved = record.save("probe", data, options, device)
     for job in todo.values():  # compile the kernels before anything is timed
         job.work(model, ids[:1, : min(64, options.length)], **job.settings)
-    for memory in (None, options.memory):
+    for memory in (None, options.memory) if device.type == "cuda" else (None,):
         for name, job in todo.items():
             jobs.append({"job": name, **measure_fitting(model, job, ids, best["batch"], memory, options.seed)})
             print(text_table(*jobs_table(jobs[-1:])), end="\n\n", flush=True)

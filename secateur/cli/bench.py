@@ -10,6 +10,7 @@ import importlib
 import textwrap
 from collections.abc import Callable, Sequence
 from importlib import resources
+from pathlib import Path
 
 from secateur.bench import NAMES
 from secateur.cli.options import (
@@ -116,7 +117,7 @@ def _probe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=positive, default=128, help="sequences to calibrate on (128)")
     parser.add_argument("--length", type=positive, default=2048, help="tokens in each (2048)")
     parser.add_argument("--batches", type=positive, nargs="+", default=[1, 2, 4], help="batch sizes to try (1 2 4)")
-    parser.add_argument("--memory", default="24GB", help="memory limit of the second run of each job (24GB)")
+    parser.add_argument("--memory", default="24GB", help="memory limit of the second run of each job on a GPU (24GB)")
     parser.add_argument("--quick", action="store_true", help="only the passes, no jobs")
 
 
@@ -151,6 +152,22 @@ def _decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=positive, default=48, help="timed tokens of each form of a model (48)")
 
 
+def _patterns(parser: argparse.ArgumentParser) -> None:
+    add_device(parser)
+    parser.add_argument("--model", default="smollm2", help=f"{MODELS} (smollm2)")
+    parser.add_argument("--text", required=True, help=TEXTS)
+    parser.add_argument(
+        "--models", type=Path, required=True, metavar="FOLDER", help="where pruned models are kept and found again"
+    )
+    parser.add_argument("--patterns", nargs="*", default=["2:4", "8:16", "16:32", "4:16"], help="(2:4 8:16 16:32 4:16)")
+    parser.add_argument("--sparsity", type=sparsity, nargs="*", default=[0.5, 0.75], help="unstructured (0.5 0.75)")
+    parser.add_argument("--context", type=positive, default=256, help="tokens in a window (256)")
+    parser.add_argument("--windows", type=positive, default=24, help="windows in all (24)")
+    parser.add_argument("--batch", type=positive, default=4, help="windows at a time (4)")
+    parser.add_argument("--threads", type=positive, help="torch's threads on a CPU (as many as torch takes)")
+    parser.add_argument("--tokens", type=positive, default=48, help="timed tokens of each model (48)")
+
+
 def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=demo_steps, help="training steps of each run (450)")
 
@@ -165,6 +182,7 @@ OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "probe": _probe,
     "quality": _quality,
     "decode": _decode,
+    "patterns": _patterns,
     "demo": _demo,
 }
 

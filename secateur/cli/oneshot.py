@@ -60,8 +60,12 @@ def device_for(options: argparse.Namespace) -> str:
     return f"{device.type}:{device.index or 0}" if options.stream else str(device)
 
 
-def run_job(options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcome]) -> int:
-    """Check and claim the folder, then do the work: nothing long is done for a folder that cannot be written."""
+def run_job(options: argparse.Namespace, work: Work, decides: bool = False) -> int:
+    """Check and claim the folder, then do the work: nothing long is done for a folder that cannot be written.
+
+    The work gets the model, calibration batches and a `Gauge`. If it `decides` by the gauge, that one measures windows
+    of their own, so that the verdict is given on text that decided nothing.
+    """
     import_torch()
     from secateur.integrations.folder import check_free
     from secateur.integrations.text import check_source
@@ -76,12 +80,14 @@ def run_job(options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcom
             check_sparsity(options.sparsity)
         if options.eval and not options.eval.startswith(HARNESS):
             raise SecateurError(f"--eval {options.eval} is not known. Write {HARNESS}TASK or {HARNESS}TASK,TASK.")
+        if options.memory and (device := pick_device(options.device)).type != "cuda":
+            raise SecateurError(f"--memory limits CUDA devices and has no effect on {device}. Leave it out.")
         for source in filter(None, (options.data, options.eval_data)):
             check_source(source)
-        return _run_in(folder, options, work)
+        return _run_in(folder, options, work, decides)
 
 
-def _run_in(folder: Path, options: argparse.Namespace, work: Callable[[Any, list[Any]], Outcome]) -> int:
+def _run_in(folder: Path, options: argparse.Namespace, work: Work, decides: bool) -> int:
     import torch
 
     from secateur.inference.card import CARD, model_card
@@ -98,13 +104,14 @@ def _run_in(folder: Path, options: argparse.Namespace, work: Callable[[Any, list
         model, tokenizer = load(options.model, dtype=dtype, device=None if options.stream else device, packed=False)
     task = task_for(model, tokenizer)
     check_room(folder, saved_bytes(model))
-    calibration, evaluation = _texts(options, tokenizer, torch.device(device).type)
+    calibration, decisions, evaluation = _texts(options, tokenizer, torch.device(device).type, decides)
     check_context(model, calibration.shape[1])
     check_ids(model, [calibration])
     moved = _crossing(model, task.batches(calibration[:1], 1)[0], device) if options.stream else nullcontext
     judge = Judge(model, tokenizer, task, evaluation, options, stages, moved)
     before = judge("before")
-    outcome = work(model, task.batches(calibration, options.batch))
+    gauge = Gauge(judge, decisions, "the text that decides") if decides else Gauge(judge, evaluation, "held-out text")
+    outcome = work(model, task.batches(calibration, options.batch), gauge)
     after = judge("after")
     found = Verdict(task.measure, before[0][1], after[0][1], outcome.sparsity, _vocabulary(model))
     notes = (*found.warnings, *outcome.notes)
@@ -137,15 +144,10 @@ class Judge:
 
     def __call__(self, when: str) -> list[tuple[str, float]]:
         """Named figures, the perplexity or loss first."""
-        from secateur.integrations.evaluation import lm_eval, reading
+        from secateur.integrations.evaluation import lm_eval
 
-        task, windows, batch = self.task, self.evaluation, self.options.batch
-        with (
-            self.moved(),
-            reading(self.model),
-            self.stages.stage(f"{task.measure} {when}", len(windows)) as tick,
-        ):
-            figure = task.judge(self.model, windows, batch=batch, progress=lambda *_: tick())
+        task, windows = self.task, self.evaluation
+        figure = self.measured(windows, f"{task.measure} {when}")
         found = [(f"{task.measure} {when}, context {windows.shape[1]}, held-out text{task.how}", figure)]
         if self.options.eval:
             with self.moved():
@@ -153,6 +155,31 @@ class Judge:
                 answers = lm_eval(self.model, self.tokenizer, tasks)
             found += [(f"{name} {when}", value) for name, value in answers.items()]
         return found
+
+    def measured(self, windows: Tensor, stage: str) -> float:
+        """The perplexity or loss of the model as it is, on these windows."""
+        from secateur.integrations.evaluation import reading
+
+        with self.moved(), reading(self.model), self.stages.stage(stage, len(windows)) as tick:
+            return float(self.task.judge(self.model, windows, batch=self.options.batch, progress=lambda *_: tick()))
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """The perplexity or loss of the model on windows that do not calibrate; lower is better."""
+
+    judge: Judge
+    windows: Tensor
+    text: str  # what the windows are, in words
+
+    def __call__(self) -> float:
+        return self.judge.measured(self.windows, str(self))
+
+    def __str__(self) -> str:
+        return f"{self.judge.task.measure} on {self.text}"
+
+
+Work = Callable[[Any, list[Any], Gauge], "Outcome"]
 
 
 @dataclass(frozen=True)
@@ -230,8 +257,11 @@ def _crossing(model: Any, batch: Any, device: str) -> Callable[[], AbstractConte
     return offload_for(model, batch, standard_loss, sites, torch.device(device)).active
 
 
-def _texts(options: argparse.Namespace, tokenizer: Any, kind: str) -> tuple[Tensor, Tensor]:
-    """Calibration windows and evaluation windows, never the same text. Fills in the default batch."""
+def _texts(options: argparse.Namespace, tokenizer: Any, kind: str, decides: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Windows for calibration, for decisions (none unless it `decides`) and for evaluation, never the same text.
+
+    Decisions are made on what follows the calibration, on as many windows as evaluate. Fills in the default batch.
+    """
     from secateur.integrations.text import check_apart, read_text, split, windows
 
     context, some, others, batch = CPU if kind == "cpu" else GPU
@@ -244,12 +274,14 @@ def _texts(options: argparse.Namespace, tokenizer: Any, kind: str) -> tuple[Tens
             file=sys.stderr,
         )
     context, some, others = (own or usual for own, usual in zip(given, (context, some, others), strict=True))
+    seen = some + others if decides else some  # what evaluates must not be among them
     text = read_text(options.data)
     if options.eval_data is None:
-        return split(windows(tokenizer, text, context, some + others), some, others)
+        first, evaluation = split(windows(tokenizer, text, context, seen + others), seen, others)
+        return first[:some], first[some:], evaluation
     if options.eval_data == options.data:
         raise TextError("--eval-data is the text of --data. Leave it out: what follows the calibration evaluates.")
-    calibration = windows(tokenizer, text, context, some)
+    first = windows(tokenizer, text, context, seen)
     evaluation = windows(tokenizer, read_text(options.eval_data), context, others)
-    check_apart(calibration, evaluation)
-    return calibration, evaluation
+    check_apart(first, evaluation)
+    return first[:some], first[some:], evaluation

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from secateur.cli.oneshot import add_shared, device_for, run_job
+from secateur.cli.oneshot import Gauge, add_shared, device_for, run_job
 from secateur.cli.options import import_torch
 from secateur.errors import SecateurError, nearest
 from secateur.settings import from_mapping, read_toml
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     fixed = pattern is not None and pattern.sparsity is not None  # 2:4 is 50 %
     sparsity = 0.5 if options.sparsity is None and not fixed else options.sparsity
 
-    def work(model: Any, batches: list[Any]) -> Outcome:
+    def work(model: Any, batches: list[Any], _: Gauge) -> Outcome:
         where = {"memory": options.memory, "device": device_for(options), "progress": True}
         return prune(model, batches, sparsity=sparsity, **where, **recipe)
 

@@ -85,6 +85,7 @@ class PackedLinear(nn.Module):
     """
 
     packed_for_inference = True  # by which pruning knows packed layers
+    stored_groups: tuple[int, int] | None = None  # while it is loaded from a file that has groups instead of its mask
     weight: Tensor
     weight_mask: Tensor
     weight_scale: Tensor | None
@@ -97,6 +98,7 @@ class PackedLinear(nn.Module):
             raise ModelError(f"A linear layer has a weight of 2 dimensions; this one has {list(packed.shape)}.")
         self.out_features, self.in_features = packed.shape
         self.dtype = packed.dtype
+        self.dense_kind: type[nn.Module] = nn.Linear
         self.trainable = True  # whether the weight required gradients before it was packed
         self.register_buffer("weight", packed.values)
         self.register_buffer("weight_mask", packed.mask)
@@ -109,21 +111,27 @@ class PackedLinear(nn.Module):
 
     def _derive(self) -> None:
         """What follows from mask and values: where rows begin and, on GPUs, streams."""
-        if self.weight_mask.is_meta:
+        if self.stored_groups is not None or self.weight_mask.is_meta:
             return
         self.offsets = row_offsets(self.weight_mask, self.in_features)
         self.streams = None if self.lean else gpu.streams_for(self.packed)
 
     @classmethod
-    def from_linear(cls, layer: nn.Linear, *, int8: bool = False, lean: bool = False) -> PackedLinear:
-        """A packed copy of a linear layer, which shares its bias."""
-        made = cls(pack_weight(layer.weight.detach(), int8=int8), layer.bias, lean=lean)
+    def from_linear(cls, layer: Any, *, int8: bool = False, lean: bool = False) -> PackedLinear:
+        """A packed copy of an nn.Linear or of transformers' Conv1D, which shares its bias."""
+        transposed = is_conv1d(layer)
+        made = cls(pack_weight(layer.weight.detach(), int8=int8, transposed=transposed), layer.bias, lean=lean)
+        made.dense_kind = type(layer) if transposed else nn.Linear
         made.trainable = layer.weight.requires_grad
         return made.train(layer.training)
 
-    def to_linear(self) -> nn.Linear:
+    def to_linear(self) -> Any:
         """The dense layer, to the bit (-0.0 has become 0.0), which shares the bias."""
-        layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        with torch.device("meta"):
+            if self.dense_kind is nn.Linear:
+                layer: Any = nn.Linear(self.in_features, self.out_features, bias=False)
+            else:
+                layer = self.dense_kind(self.out_features, self.in_features)
         layer.weight = nn.Parameter(self.packed.dense(), requires_grad=self.trainable)
         if self.bias is not None:
             layer.bias = self.bias
@@ -133,7 +141,8 @@ class PackedLinear(nn.Module):
     def packed(self) -> Packed:
         """The weight."""
         shape = (self.out_features, self.in_features)
-        return Packed(self.weight, self.weight_mask, shape, self.dtype, self.weight_scale)
+        transposed = self.dense_kind is not nn.Linear
+        return Packed(self.weight, self.weight_mask, shape, self.dtype, self.weight_scale, transposed)
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +182,7 @@ class PackedLinear(nn.Module):
         """Moves and casts; scales stay fp32, as int8 values would lose precision otherwise."""
         scale, before = self.weight_scale, (self.weight.device, self.weight.dtype)
         super()._apply(fn, recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight_mask.device)).dtype
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
         if scale is not None and self.weight_scale is not None and self.weight_scale.dtype != scale.dtype:
             self.weight_scale = scale.to(self.weight_scale.device)
         if before[0].type == "meta":
@@ -316,7 +325,7 @@ def pack(model: nn.Module, *, memory: bool = False) -> PackReport:
     outputs differ from dense ones by the order of sums (SECATEUR_KERNELS=off: not at all).
     """
     check_module(model)
-    if isinstance(model, nn.Linear):
+    if isinstance(model, nn.Linear) or is_conv1d(model):
         raise ModelError("pack replaces layers inside a model. For a single layer use PackedLinear.from_linear(layer).")
     rows = []
     times: dict[Any, Measured] = {}  # of layers alike
@@ -349,12 +358,12 @@ class Measured(NamedTuple):
     few: int
 
 
-def _timed(layer: nn.Linear, made: PackedLinear, zeros: int, known: dict[Any, Measured]) -> Timing:
+def _timed(layer: Any, made: PackedLinear, zeros: int, known: dict[Any, Measured]) -> Timing:
     """The times of a layer, or of one of the same shape and, to a twentieth, the same sparsity; sets its launch."""
     weight = layer.weight
     key = (tuple(weight.shape), weight.dtype, weight.device, layer.bias is None, round(20 * zeros / weight.numel()))
     if key not in known:
-        x = torch.ones(1, layer.in_features, dtype=weight.dtype, device=weight.device)
+        x = torch.ones(1, made.in_features, dtype=weight.dtype, device=weight.device)
         setting = None
         if made.streams is not None:
             setting = gpu.best_setting(made.streams, x)
@@ -390,14 +399,19 @@ def packed_layers(model: nn.Module) -> list[tuple[str, PackedLinear]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear)]
 
 
-def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, str]]:
-    """Every linear layer by name, with the reason why it cannot be packed, or ""."""
+def is_conv1d(module: object) -> bool:
+    """Whether this is transformers' Conv1D, GPT-2's linear layer, whose weight is [inputs, outputs]."""
+    return f"{type(module).__module__}.{type(module).__name__}" == "transformers.pytorch_utils.Conv1D"
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Every nn.Linear and Conv1D by name, with the reason why it cannot be packed, or ""."""
     owners: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(_memory(parameter), []).append(name)
     parents = dict(model.named_modules())
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and isinstance(getattr(module, "weight", None), Tensor):
+        if (isinstance(module, nn.Linear) or is_conv1d(module)) and isinstance(getattr(module, "weight", None), Tensor):
             tied = [other for other in owners.get(_memory(module.weight), ()) if other != f"{name}.weight"]
             yield name, module, _reason(module, tied, parents.get(name.rpartition(".")[0]))
 
@@ -409,8 +423,8 @@ def _memory(parameter: Tensor) -> Any:
     return parameter.device, parameter.untyped_storage().data_ptr()
 
 
-def _reason(layer: nn.Linear, tied: list[str], parent: nn.Module | None) -> str:
-    if type(layer) is not nn.Linear:
+def _reason(layer: Any, tied: list[str], parent: nn.Module | None) -> str:
+    if type(layer) is not nn.Linear and not is_conv1d(layer):
         return f"{type(layer).__name__} is a subclass of nn.Linear, which may compute something else"
     if tied:
         return f"shares its memory with {tied[0]}"

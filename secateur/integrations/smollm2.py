@@ -103,7 +103,7 @@ def _weights(reader: Any, config: Any) -> dict[str, Tensor]:
         parts = tensor.name.split(".")
         weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
         if parts[0] == "blk" and parts[2] in PARTS:
-            weights[f"model.layers.{parts[1]}.{PARTS[parts[2]]}.weight"] = _reordered(weight, rows.get(parts[2]))
+            weights[f"model.layers.{parts[1]}.{PARTS[parts[2]]}.weight"] = reordered(weight, rows.get(parts[2]))
         elif parts[0] in WHOLE:
             weights[f"{WHOLE[parts[0]]}.weight"] = weight
         else:
@@ -111,7 +111,7 @@ def _weights(reader: Any, config: Any) -> dict[str, Tensor]:
     return weights
 
 
-def _reordered(weight: Tensor, heads: int | None) -> Tensor:
+def reordered(weight: Tensor, heads: int | None) -> Tensor:
     """Reorders rows of queries and keys: llama.cpp rotates neighbours, transformers the two halves of a head."""
     if heads is None:
         return weight

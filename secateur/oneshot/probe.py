@@ -33,7 +33,6 @@ MAX_POOL = 0.999  # sparsity
 TRIES = 7  # tolerances tried when a level fails: 0 first, then a bisection for the largest that holds
 PLATEAU = 2  # consecutive levels that may prune nothing more
 MIN_RISE = 1e-4  # of sparsity, for a level to count as having pruned something
-HIGHEST = 0.99  # sparsity of the last level
 
 
 def probe(
@@ -75,7 +74,8 @@ def probe(
         exact: try a tenth more candidates and prune those with the lowest score times the root of the growth of their
             gradient, until the sparsity is met.
         evaluate: `evaluate(model)` compares the result with the score alone at the same sparsity in the report; the
-            default is the loss of the first batches. On several ranks the first one's value counts.
+            default is the loss of the first calibration batches, which the veto lowers even where it makes the model
+            worse (a note says so): pass a metric of held-out data. On several ranks the first one's value counts.
         tolerances: further tolerances to report, from the gradients of a joint probe.
     """
     settings = CalibrationSettings(
@@ -83,17 +83,22 @@ def probe(
         distributed=distributed,
     )  # fmt: skip
     with told_to_all(model, distributed):
-        job = _Job(
+        job = Job(
             score=resolve(score), scope=scope, shrink=shrink, tolerance=tolerance, order=order, group=group,
             refresh=refresh, pattern=parse_pattern(pattern), allocation=allocation,
         )  # fmt: skip
         job.check(exact, tolerances)
+        if refresh and order == "joint":
+            raise PatternError(
+                "A joint probe chooses its candidates once: refresh has no effect. Leave it out, or use"
+                " order='reverse', 'forward' or 'size'."
+            )
         check_choice(sparsity, scope or "model", job.pattern, allocation)
     return _probe(model, batches, job, settings, _Target(sparsity, exact, tolerances, evaluate))
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """The arguments of `probe` and `probe_until` that say how to probe."""
 
     score: Score
@@ -116,12 +121,19 @@ class _Job:
             raise ScheduleError(f"shrink must be in [0, 1): candidates are multiplied by it; got {self.shrink!r}.")
         if not self.tolerance >= 0:
             raise ScheduleError(f"tolerance must be at least 0: how much a gradient may grow; got {self.tolerance!r}.")
-        if exact and self.tolerance:
+        if exact and (self.tolerance or tolerances):
             raise ScheduleError("exact=True ranks by score and growth without a tolerance. Leave one of them out.")
+        if any(not other >= 0 for other in tolerances):
+            raise ScheduleError(f"tolerances must all be at least 0; got {list(tolerances)}.")
         if self.pattern is not None and not exact:
             raise PatternError("The veto keeps single weights, which breaks a pattern: pass exact=True, or no pattern.")
         if tolerances and self.order != "joint":
             raise PatternError("tolerances are tried on the gradients of one joint probe; use order='joint'.")
+        if self.order == "joint" and group != 1:
+            raise PatternError(
+                f"A joint probe takes all layers at once: group={group!r} has no effect. Leave it out, or use"
+                " order='reverse', 'forward' or 'size'."
+            )
 
 
 @dataclass(frozen=True)
@@ -135,7 +147,7 @@ class _Target:
 
 
 def _probe(
-    model: nn.Module, batches: Iterable[Batch] | Tensor, job: _Job, settings: CalibrationSettings, target: _Target
+    model: nn.Module, batches: Iterable[Batch] | Tensor, job: Job, settings: CalibrationSettings, target: _Target
 ) -> Outcome:
     settings = replace(settings, unfit=unfit_for(job.pattern))
     with restore_on_error() as undo, CalibratedModel(model, batches, settings) as calibrated:
@@ -155,11 +167,16 @@ def _probe(
 
 
 def _probe_and_compare(
-    prober: Probe, snapshots: MaskSnapshots, job: _Job, target: _Target, sparsity: float
+    prober: Probe, snapshots: MaskSnapshots, job: Job, target: _Target, sparsity: float
 ) -> list[tuple[str, float]]:
     """Probe, and return the metric before, after, for the score's own masks, and at other tolerances."""
     calibrated, tolerances = prober.calibrated, target.tolerances
     metric = target.evaluate or (lambda _: mean_loss(calibrated))
+    if target.evaluate is None:
+        calibrated.notes["metric"] = (
+            "The losses are of calibration batches, which the veto fits: they do not show how good the model is. Pass"
+            " evaluate= with held-out data to compare."
+        )
     prefix = "" if target.evaluate else "loss on the first batches, "
     pool = min(MAX_POOL, EXACT_POOL * sparsity) if target.exact else sparsity
     found = [(f"{prefix}before", calibrated.evaluate(metric))]
@@ -243,8 +260,9 @@ def probe_until(
     *,
     start: float = 0.1,
     step: float = 0.1,
+    end: float = 0.99,
     max_drop: float = 1.0,
-    tune: bool | str = True,
+    tune: bool | str | None = None,
     tolerance: float = 0.0,
     score: str | Callable[..., Tensor] | Score = "wanda",
     shrink: float = 0.1,
@@ -268,46 +286,53 @@ def probe_until(
     lists every level. Arguments that are not listed are those of `probe`.
 
     Args:
-        start: sparsity of the first level; each further level asks for `step` more.
-        tune: try a failed level again with smaller tolerances. "both" goes back one level further and repeats that one
-            too. If none holds, the model stays as after the last good level, or dense.
+        start: sparsity of the first level; each further level asks for `step` more, up to `end`.
+        tune: try a failed level again with smaller tolerances and keep the sparsest result that holds. "both" goes back
+            one level further and repeats that one too. If none holds, the model stays as after the last good level, or
+            dense. It needs a tolerance above 0, and is on by default where there is one.
     """
     settings = CalibrationSettings(
         loss=loss, skip=skip, only=only, limit=limit, memory=memory, device=device, progress=progress,
         distributed=distributed,
     )  # fmt: skip
     with told_to_all(model, distributed):
-        job = _Job(
+        job = Job(
             score=resolve(score), scope=scope, shrink=shrink, tolerance=tolerance, order=order, group=group,
             refresh=refresh,
         )  # fmt: skip
         job.check()
-        levels = _Levels(evaluate, start, step, max_drop, tune)
-        levels.check()
+        levels = Levels(evaluate, start, step, end, max_drop, tolerance > 0 if tune is None else tune)
+        levels.check(tolerance)
         check_choice(start, scope or "model", None, None)
     return _probe_levels(model, batches, job, settings, levels)
 
 
 @dataclass(frozen=True)
-class _Levels:
+class Levels:
     """The arguments of `probe_until` alone: the levels to try, and when one fails."""
 
     evaluate: Metric
     start: float
     step: float
+    end: float
     max_drop: float
     tune: bool | str
 
-    def check(self) -> None:
-        if not (0 < self.start < 1 and self.step > 0 and self.max_drop >= 0):
-            found = f"{self.start!r}, {self.step!r}, {self.max_drop!r}"
-            raise ScheduleError(f"Need 0 < start < 1, step > 0 and max_drop >= 0; got {found}.")
+    def check(self, tolerance: float) -> None:
+        if not (0 < self.start <= self.end < 1 and self.step > 0 and self.max_drop >= 0):
+            found = f"{self.start!r}, {self.end!r}, {self.step!r}, {self.max_drop!r}"
+            raise ScheduleError(f"Need 0 < start <= end < 1, step > 0 and max_drop >= 0; got {found}.")
         if self.tune not in (False, True, "both"):
             raise ScheduleError(f"tune is False, True or 'both', not {self.tune!r}.")
+        if self.tune and tolerance == 0:
+            raise ScheduleError(
+                "tune tries smaller tolerances when a level fails, and there is none below 0. Pass a tolerance above 0,"
+                " or leave tune out."
+            )
 
 
 def _probe_levels(
-    model: nn.Module, batches: Iterable[Batch] | Tensor, job: _Job, settings: CalibrationSettings, levels: _Levels
+    model: nn.Module, batches: Iterable[Batch] | Tensor, job: Job, settings: CalibrationSettings, levels: Levels
 ) -> Outcome:
     with restore_on_error() as undo, CalibratedModel(model, batches, settings) as calibrated:
         scope = scope_for(job.score, job.scope, None, None, calibrated.sites)
@@ -330,7 +355,7 @@ class _Search:
 
     prober: Probe
     snapshots: MaskSnapshots
-    levels: _Levels
+    levels: Levels
     refresh: bool
     asked: float = 0.0
     history: list[tuple[str, float]] = field(default_factory=list)
@@ -347,7 +372,7 @@ class _Search:
         self.history.append(("dense", dense))
         self.good.append(self._masks())
         flat, number = 0, 0
-        while (level := min(HIGHEST, levels.start + number * levels.step)) and flat < PLATEAU:
+        while (level := min(levels.end, levels.start + number * levels.step)) and flat < PLATEAU:
             began, before = time.perf_counter(), calibrated.sparsity
             trials = self.prober.level(level, tolerance, self.refresh)
             if not dense - self._measure(level, tolerance) <= levels.max_drop:  # NaN is a failure too
@@ -364,7 +389,7 @@ class _Search:
             calibrated.record_update(level, time.perf_counter() - began)
             flat = 0 if calibrated.sparsity > before + MIN_RISE else flat + 1
             number += 1
-            if level == HIGHEST:
+            if level == levels.end:
                 return
 
     def _masks(self) -> list[Tensor]:
@@ -382,10 +407,11 @@ class _Search:
         return value
 
     def _tune(self, level: float, tolerance: float, trials: list[Trial], dense: float) -> float | None:
-        """The largest tolerance found below the failed one at which the level holds; its masks are set then."""
-        if not self.levels.tune or tolerance == 0:
+        """A tolerance below the failed one: of those tried at which the level holds, the one with the most zeros, since
+        layer by layer a larger tolerance may prune less. Its masks are set then."""
+        if not self.levels.tune:
             return None
-        last = sparsity_of(self.good[-1], self.prober.calibrated)
+        sparsest = sparsity_of(self.good[-1], self.prober.calibrated)
         holds, fails, best = 0.0, tolerance, None
         kept: list[Tensor] = []
         for attempt in range(TRIES):
@@ -393,8 +419,8 @@ class _Search:
             self._retry(level, middle, trials)
             if dense - self._measure(level, middle) <= self.levels.max_drop:
                 holds = middle
-                if self.prober.calibrated.sparsity > last:
-                    best, kept = middle, self._masks()
+                if self.prober.calibrated.sparsity > sparsest:
+                    best, kept, sparsest = middle, self._masks(), self.prober.calibrated.sparsity
             elif middle == 0.0:
                 return None
             else:
