@@ -78,7 +78,7 @@ def _on_gpu(options: argparse.Namespace) -> int:
     else:
         shapes = [_shape(text) for text in options.shapes or decode_gpu.SHAPES]
         for shape, dtype, case in product(shapes, dtypes, decode_gpu.CASES):
-            data["cells"].append(decode_gpu.measure(shape, case, dtype, options.device, decode_gpu.CALLS))
+            data["cells"].append(decode_gpu.measure(shape, case, dtype, options.device, options.calls))
             path = record.save(theme, data, options, options.device)
         print(text_table(*decode_gpu.table(data["cells"])))
     print(path)
