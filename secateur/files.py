@@ -78,6 +78,30 @@ def appearing(folder: Place) -> Iterator[Path]:
 
 
 @contextmanager
+def resuming(folder: Place) -> Iterator[Path]:
+    """As `appearing`, but the temporary folder is `.NAME.unfinished`, and a failure or a kill leaves it as it is: the
+    next call gets it again, with what is in it."""
+    folder = Path(os.path.realpath(folder))
+    with claimed(folder):
+        partial = folder.with_name(f".{folder.name}.unfinished")
+        try:
+            partial.mkdir(exist_ok=True)
+            yield partial
+            for path in [*partial.rglob("*"), partial]:
+                _sync(path)
+            _put_in_place(partial, folder)
+        except (OSError, SaveError) as error:
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+            raise SaveError(
+                f"{folder} could not be written ({_reason(cause)}). What is done so far is in {partial}; the same"
+                " command continues from there."
+            ) from error
+        finally:
+            with suppress(OSError):
+                partial.rmdir()  # if nothing was written
+
+
+@contextmanager
 def claimed(path: Place) -> Iterator[None]:
     """Lock this file or folder against other writers, and remove what killed processes left of it."""
     path = Path(os.path.realpath(path))
@@ -224,7 +248,7 @@ def _sync(path: Path) -> None:
 def _put_in_place(partial: Path, folder: Path) -> None:
     """Rename `partial` to `folder`, moving an old folder aside first and back again if that fails."""
     if folder.exists():
-        aside = partial.with_name(partial.name + ".old")
+        aside = folder.with_name(_hidden(folder) + ".old")  # a name that `clear` restores it from
         folder.rename(aside)
         try:
             partial.rename(folder)

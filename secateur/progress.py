@@ -64,22 +64,24 @@ def _memory_stats(device: torch.device) -> Any:
 class ProgressBar:
     """A tqdm bar on stderr, or plain lines without tqdm or a terminal, and one line with the seconds at the end."""
 
-    def __init__(self, name: str, total: int, done: int = 0) -> None:
+    def __init__(self, name: str, total: int, done: int = 0, unit: str = "") -> None:
+        """`unit` is for steps that are counted in large numbers; with it the total may be unknown, 0."""
         self._name, self._total, self._first, self._done = name, total, done, done
         self._began = self._printed = time.perf_counter()
-        self._bar = _tqdm_bar(name, total, done) if total else None
+        self._bar = _tqdm_bar(name, total, done, unit) if total or unit else None
 
-    def tick(self, note: str = "") -> None:
-        """Count one step; `note` is shown beside the count."""
-        self._done += 1
+    def tick(self, note: str = "", by: int = 1) -> None:
+        """Count a step, or several; `note` is shown beside the count."""
+        self._done += by
         now = time.perf_counter()
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)
-            self._bar.update()
+            self._bar.update(by)
         elif now - self._printed > LINE_SECONDS:
             self._printed = now
-            left = (now - self._began) / (self._done - self._first) * max(0, self._total - self._done)
-            told = ", ".join(filter(None, (f"{self._done}/{self._total}", note, f"{left:.0f} s left")))
+            left = (now - self._began) / max(1, self._done - self._first) * max(0, self._total - self._done)
+            count = f"{self._done:,}/{self._total:,}" if self._total else f"{self._done:,}"
+            told = ", ".join(filter(None, (count, note, f"{left:.0f} s left" if self._total else "")))
             print(f"{self._name:32} {told}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -88,11 +90,12 @@ class ProgressBar:
         print(f"{self._name:32} {time.perf_counter() - self._began:8.1f} s", file=sys.stderr, flush=True)
 
 
-def _tqdm_bar(name: str, total: int, done: int) -> Any:
+def _tqdm_bar(name: str, total: int, done: int, unit: str) -> Any:
     """A bar for terminals and notebooks; None if stderr is a file or tqdm is not installed."""
     try:
         tqdm = importlib.import_module("tqdm.auto")
     except ModuleNotFoundError:
         return None
-    bar = tqdm.tqdm(total=total, initial=done, desc=name, leave=False, disable=None)
+    scale = {"unit": f" {unit}s", "unit_scale": True} if unit else {}
+    bar = tqdm.tqdm(total=total or None, initial=done, desc=name, leave=False, disable=None, **scale)
     return None if bar.disable else bar

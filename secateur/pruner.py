@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur import kernels
-from secateur.errors import PatternError, StateError
+from secateur.errors import PatternError, RegrowthError, StateError
 from secateur.model.distributed import check_replicas, is_sharded, like, local, peers_of, unwrap
 from secateur.model.facts import Facts
 from secateur.model.held import Held, SavedState, check_count, masks_in, read_saved, restore_facts, rounding, state_of
@@ -125,7 +125,10 @@ class Pruner:
     def _survey(self, skip: Globs, only: Globs | None) -> None:
         """Find the prunable weights, refuse what cannot work, and allocate masks and facts."""
         check_readable(unwrap(self._model))
-        found, left_out = find_prunable(unwrap(self._model), skip, only, unfit_for(self._pattern))
+        # Zeros are held in layers that are frozen now: the optimizer has them, so they may train later.
+        groups = [group for one in self._optimizers for group in one.param_groups] if self._holds else []
+        frozen = {id(parameter) for group in groups for parameter in group["params"]}
+        found, left_out = find_prunable(unwrap(self._model), skip, only, unfit_for(self._pattern), frozen)
         self._facts = Facts(self._optimizers, self.score, found)
         self._prunables = self._facts.prunables
         trained = {prunable.name for prunable in self._prunables}
@@ -303,10 +306,22 @@ class Pruner:
                 state.zero(kept)
         kernels.zero(tensors, masks)
 
+    def mask_gradients(self) -> None:
+        """Zero the gradients of pruned weights. Optional: call it before clipping, and the norm is that of the kept
+        weights alone. Without clipping it changes nothing: `step()` zeroes pruned weights and their state anyway."""
+        if self.regrowth is not None and self.regrowth.by_gradient:
+            raise RegrowthError(
+                "regrow='gradient' ranks pruned weights by the gradients that mask_gradients() removes. Leave out the"
+                " call, or use regrow='random'."
+            )
+        held = zip(self._prunables, self._held.masks, self._held.dead, strict=True)
+        found = [(one.parameter.grad, mask) for one, mask, dead in held if dead and one.parameter.grad is not None]
+        kernels.zero([local(gradient) for gradient, _ in found], [mask for _, mask in found])
+
     def apply_to(self, module: nn.Module) -> None:
         """Zero the pruned weights in a copy of the model too: an EMA or SWA copy (also in `AveragedModel`), a deepcopy,
         compiled or in DistributedDataParallel. Call it on all ranks, before the copy is evaluated or saved."""
-        apply_masks(module, self.masks)
+        apply_masks(module, self.masks, {prunable.name: prunable.tied for prunable in self._prunables})
 
     @property
     def model(self) -> nn.Module:

@@ -21,6 +21,24 @@ from torch import Tensor, nn
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
+# These files take longest and go first, so that no worker is left with a long one while the others are done.
+LONG = (
+    "train",
+    "kernels",
+    "selection",
+    "many",
+    "trainer_callback",
+    "distributed",
+    "sweep",
+    "api",
+    "saving",
+    "finetune",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
+
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:

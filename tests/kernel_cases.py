@@ -13,9 +13,8 @@ from torch import Tensor
 import secateur as sc
 from secateur.kernels import reference, select
 from secateur.kernels.reference import AdamWTensors, Hyper
-from secateur.model.facts import evaluator
 from secateur.scores import resolve
-from secateur.selection.exact import ALONE, ScoredTensor, prune_exactly
+from secateur.selection.exact import ALONE, ScoredTensor, evaluator, prune_exactly
 from secateur.selection.masks import as_bool, to_bits
 
 FUSED = ("magnitude", "bitter0", "bitter3", "bitter6", "bitter7", "bitter8", "variance(q=3/8)", "fisher", "wanda")

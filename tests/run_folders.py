@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,10 @@ def make_run(
     quality_name: str = "perplexity",
     finished: bool = True,
     hardware: str = "one core",
+    recorded: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Path:
-    """A folder with these evaluations, the last of them final."""
+    """A folder with these evaluations, the last of them final; `recorded` goes into its summary."""
     config = {**CONFIG, **settings}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -78,6 +79,7 @@ def make_run(
         "commit": "abc",
         "hardware": hardware,
         "budget": config["budget"],
+        **(recorded or {}),
     }
     if finished:
         (folder / "summary.json").write_text(json.dumps(summary))

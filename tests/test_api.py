@@ -60,25 +60,42 @@ def test_what_type_checkers_see_is_what_resolves() -> None:
     assert seen == {name: getattr(sc, name) for name in PUBLIC}
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import secateur.scores; secateur.scores()",
-        "import secateur; secateur.scores(); import secateur.scores; secateur.scores()",
-        "import secateur.scores; from secateur import scores; scores()",
-        "from secateur import scores; import secateur.scores; scores(); secateur.scores()",
-        "from secateur.scores import resolve; import secateur; secateur.scores(); resolve('variance')",
-        "import secateur.pruner; secateur.scores()",
-        "from secateur import *; scores(); Pruner; optim.AdamW; assert selection.select is select",
-        "import secateur.optim; secateur.optim.AdamW; secateur.scores()",
-        "import secateur as sc; sc.selection.select; sc.optim.AdamW; sc.scores()",
-        "import secateur as sc, sys; sc.__version__; assert 'torch' not in sys.modules",
-    ],
-)
-def test_names_in_every_order_of_imports(code: str) -> None:
-    """`secateur.scores` is the function, whether or not the module of the same name was imported."""
-    done = run_blocked(code, [])
-    assert done.returncode == 0, done.stderr
+WITHOUT_TORCH = "import secateur as sc, sys; sc.__version__; assert 'torch' not in sys.modules"
+ORDERS = [
+    "import secateur.scores; secateur.scores()",
+    "import secateur; secateur.scores(); import secateur.scores; secateur.scores()",
+    "import secateur.scores; from secateur import scores; scores()",
+    "from secateur import scores; import secateur.scores; scores(); secateur.scores()",
+    "from secateur.scores import resolve; import secateur; secateur.scores(); resolve('variance')",
+    "import secateur.pruner; secateur.scores()",
+    "from secateur import *; scores(); Pruner; optim.AdamW; assert selection.select is select",
+    "import secateur.optim; secateur.optim.AdamW; secateur.scores()",
+    "import secateur as sc; sc.selection.select; sc.optim.AdamW; sc.scores()",
+]
+FORK_EACH = """
+import os, torch
+for code in {codes!r}:
+    assert not any(name.startswith("secateur") for name in sys.modules)
+    if (child := os.fork()) == 0:
+        try:
+            exec(code, {{}})
+        except BaseException as error:
+            print(code, repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(1)
+"""
+
+
+def test_names_in_every_order_of_imports() -> None:
+    """`secateur.scores` is the function, whether or not the module of the same name was imported.
+
+    Each order in a process without any module of Secateur, forked from one that has imported torch.
+    """
+    for code in (WITHOUT_TORCH, FORK_EACH.format(codes=ORDERS)):
+        done = run_blocked(code, [])
+        assert done.returncode == 0, done.stderr
 
 
 def test_the_version_stands_in_one_place() -> None:
@@ -144,18 +161,17 @@ for how in (sc.prune, sc.probe):
 """
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        TRAIN.format(optimizer="torch.optim.AdamW(layer.parameters())"),
-        TRAIN.format(optimizer="sc.optim.AdamW(layer.parameters())"),
-        TRAIN.format(optimizer="sc.optim.AdamW(layer.parameters(), spam='paper')"),
-        PRUNE,
-    ],
-    ids=["torch's AdamW", "our AdamW", "SPAM", "after training"],
-)
-def test_the_core_needs_torch_only(code: str) -> None:
-    done = run_blocked(code, OPTIONAL)
+ALONE = [
+    TRAIN.format(optimizer="torch.optim.AdamW(layer.parameters())"),
+    TRAIN.format(optimizer="sc.optim.AdamW(layer.parameters())"),
+    TRAIN.format(optimizer="sc.optim.AdamW(layer.parameters(), spam='paper')"),
+    PRUNE,
+]
+
+
+def test_the_core_needs_torch_only() -> None:
+    """Training with torch's AdamW, with ours and with SPAM, and pruning after training."""
+    done = run_blocked(f"for code in {ALONE!r}: exec(code, {{}})", OPTIONAL)
     assert done.returncode == 0, done.stderr
 
 
@@ -185,8 +201,8 @@ def test_the_blocker_blocks() -> None:
 
 def test_importing_is_quick_beside_torch() -> None:
     code = "import time, torch; began = time.process_time(); {}; print(time.process_time() - began)"
-    best = min(float(run_blocked(code.format("from secateur import *"), []).stdout) for _ in range(3))
-    assert best < 0.5
+    timed = (float(run_blocked(code.format("from secateur import *"), []).stdout) for _ in range(3))
+    assert any(seconds < 0.5 for seconds in timed)  # the best of three; the first is mostly enough
     heavy = "import sys; from secateur import *; print('torch.distributed.tensor' in sys.modules and 'loaded')"
     assert "loaded" not in run_blocked(heavy, []).stdout
 

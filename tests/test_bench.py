@@ -34,6 +34,8 @@ TOY = {
     "probe": "--device cpu --shape tiny --sequences 4 --length 12 --batches 1 2",
     "quality": "--device cpu --model model --text text.txt --context 16 --windows 9 --sparsity 0.5",
     "decode": "--device cpu --shapes 64x96 --sparsity 0.5 --calls 5",
+    "patterns": "--device cpu --model model --text text.txt --models pruned --context 16 --windows 6 --sparsity 0.5"
+    " --patterns 2:4 --tokens 3",
     "demo": "--steps 20",
 }
 KEYS = {
@@ -57,6 +59,7 @@ KEYS = {
     "probe": {"seed", "shape", "prunable", "passes", "recommended", "jobs"},
     "quality": {"seed", "model", "context", "windows", "dense", "cells"},
     "decode": {"kernel", "calls", "cells"},
+    "patterns": {"seed", "model", "text", "context", "windows", "kernel", "cells"},
     "demo": {"seed", "header", "rows", "held_out_loss"},
 }
 ALWAYS = {"theme", "date", "command", "commit", "hardware", "memory", "versions"}
@@ -100,9 +103,9 @@ def bench(name: str, folder: Path) -> dict[str, Any]:
 def test_a_benchmark_writes_a_whole_record(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    if name in ("train", "pace", "probe", "quality"):
+    if name in ("train", "pace", "probe", "quality", "patterns"):
         pytest.importorskip("transformers", reason="the models come from transformers, which is not installed")
-    if name == "quality":
+    if name in ("quality", "patterns"):
         request.getfixturevalue("model_and_text")
     if name == "demo":
         request.getfixturevalue("small_demo")

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from secateur.bench import decode
+from secateur.bench import decode, decode_gpu
 from secateur.cli import main
+from secateur.inference import gpu, timing
 from secateur.inference.packed import PackedLinear, pack
 from secateur.inference.saving import save
 from tests import tiny
@@ -125,3 +126,69 @@ def test_options_that_do_not_fit_say_so(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["bench", "decode", "model", "--device", "cpu", "--int8", "--out", str(tmp_path)]) == 2
     assert "for made-up layers; leave out the model" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_layers_of_gpt2_are_measured_too() -> None:
+    pytest.importorskip("transformers")
+    from tests import tiny
+
+    model = tiny.gpt2().eval().requires_grad_(False)
+    decode.prune_by_magnitude(model, 0.5)
+    found = decode.measure_layers(model, 5)
+    assert sum(cell["layers"] for cell in found) == 4
+    assert all(cell["right"] for cell in found)
+
+
+def test_the_cases_of_a_gpu_run_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Triton's interpreter, so that a mistake is not first seen where time is short."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("interpreted kernels cannot be mixed with compiled ones")
+    monkeypatch.delenv("SECATEUR_KERNELS")
+    monkeypatch.setattr(gpu, "DEVICES", {"cpu"})
+    monkeypatch.setattr(gpu, "SETTINGS", ((8, 4, 2),))
+    monkeypatch.setattr(gpu, "COPIES", 1)
+    monkeypatch.setattr(timing, "COPIES", 1)
+    monkeypatch.setattr(timing, "LEAST", 1)
+    monkeypatch.setattr(timing, "REPLAYS", 1)
+    cells = []
+    for case in decode_gpu.CASES:
+        if case.inputs in (1, decode_gpu.PREFILL):
+            cells.append(decode_gpu.measure((8, 64), case, torch.float32, torch.device("cpu"), 1))
+    assert all(one["right"] for one in cells)
+    assert all(one["settings_us"] for one in cells[:-1])
+    assert [one["form"]["cell"] for one in cells if ":" in one["zeros"]] == [4, 2]
+    header, rows = decode_gpu.table(cells)
+    assert all(len(row) == len(header) for row in rows)
+    assert all(row[-1].endswith(("met", "missed")) for row in rows)
+    assert decode_gpu.table([{**cells[0], "right": False}])[1][0][-2:] == ("outputs differ", "2.10x outputs differ")
+
+
+def test_a_whole_decoder_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "decode", "--whole", "tiny", "--device", "cpu", "--tokens", "2", "--out", str(tmp_path)]
+    assert main([*words, "--dtype", "float32"]) == 0
+    (path,) = tmp_path.iterdir()
+    saved = json.loads(path.read_text())
+    assert [step["zeros"] for step in saved["whole"]] == ["80%", "90%", "50%", "70%", "4:16"]
+    for step in saved["whole"]:
+        assert step["right"]
+        assert step["packed_layers"] == step["layers"] == 15
+        assert step["packed_bytes"] < step["dense_bytes"]
+    assert "tokens/s dense" in capsys.readouterr().out
+    assert decode_gpu.whole_lines([{**saved["whole"][0], "right": False}])[0].endswith("%.")
+    assert main([*words, "--int8"]) == 2
+    assert "leave out MODEL" in capsys.readouterr().err
+
+
+def test_one_token_after_another_is_a_decoder() -> None:
+    """Its logits depend on the tokens before, and on their order."""
+    torch.manual_seed(0)
+    model = decode_gpu.Decoder(decode_gpu.WHOLE["tiny"], torch.device("cpu"), torch.float32).eval()
+    found = []
+    with torch.no_grad():
+        for tokens in ([1, 2, 3], [2, 1, 3], [1, 2, 3]):
+            for place, token in enumerate(tokens):
+                logits = model(torch.tensor([token]), torch.tensor([place]))
+            found.append(logits)
+    assert torch.equal(found[0], found[2])
+    assert not torch.allclose(found[0], found[1])

@@ -14,6 +14,8 @@ from scipy import stats
 
 from secateur.cli import main
 from secateur.errors import ComparisonError
+from secateur.lab.compare import short_names
+from secateur.lab.costs import mean_of
 from secateur.lab.plots import few_rows, layer_means, lines_of, render, styles, summary
 from secateur.lab.runs import read_runs
 from secateur.lab.statistics import Difference, difference, ratio
@@ -72,8 +74,24 @@ def test_extended_budgets_are_marked_everywhere(tmp_path: Path, capsys: pytest.C
         marked = [entry.label.endswith("[extended]") for entry in table.entries]
         assert marked == [False, True]
         assert any("budget=extended" in note for note in table.notes)
-    assert command(capsys, tmp_path, "--by", "score,budget")[1].count("score=variance [extended]") == 3
-    assert render(found).count("<td>score=variance [extended]</td>") == 3
+    assert command(capsys, tmp_path, "--by", "score,budget")[1].count("score=variance [extended]") == 4
+    assert render(found).count("<td>score=variance [extended]</td>") == 4  # in three tables, and that of costs
+
+
+def test_an_extended_row_is_marked_in_figures_and_is_not_the_best(tmp_path: Path) -> None:
+    for level in (0.5, 0.8):
+        make_sweep(tmp_path / str(level), {"magnitude": [2.0, 2.1], "bitter7": [1.9, 2.0]}, sparsity=level)
+    make_sweep(tmp_path / "more", {"bitter7": [1.0, 1.1]}, sparsity=0.5, budget="extended")
+    found = compared(tmp_path, ["score", "sparsity", "budget"], "score=magnitude")
+    assert short_names([row.label for row in found.rows])["score=bitter7, sparsity=0.5 [extended]"] == (
+        "bitter7 [extended]"
+    )
+    assert found.findings[0][0].startswith("50 % sparsity: bitter7 has 9.5 % lower perplexity than magnitude")
+    (entry,) = [one for one in found.final if one.extended]
+    assert entry.verdict == "no baseline"  # none has that budget
+    twins = entries(compared(tmp_path, ["score", "sparsity", "budget"], "budget=normal"))
+    assert twins["score=bitter7, sparsity=0.5 [extended]"].baseline == "score=bitter7, sparsity=0.5"
+    assert twins["score=bitter7, sparsity=0.5 [extended]"].verdict == "better"
 
 
 def test_equal_steps_and_equal_seconds(tmp_path: Path) -> None:
@@ -169,7 +187,7 @@ def test_dense_runs_are_found_for_rows_alike_in_all_but_pruning(tmp_path: Path) 
 def test_the_short_table_of_the_page(tmp_path: Path) -> None:
     found = compared(dense_and_pruned(tmp_path), ["score", "sparsity"], "score=magnitude")
     head, rows = summary(found)
-    assert head == ("row", "against baseline", "from dense", "perplexity", "sparsity")
+    assert head == ("row", "against baseline", "from dense", "perplexity", "sparsity", "seconds", "tokens/s")
     assert [row[0] for row in rows] == [
         "dense",
         "variance, 50 %",
@@ -298,7 +316,7 @@ def test_the_page_holds_all_it_needs_and_opens(tmp_path: Path, capsys: pytest.Ca
     assert collector.fetched == []
     assert "script" not in collector.tags
     assert "url(" not in text.replace("url(#", "")
-    assert collector.tags.count("table") == 4  # the short one, and three full ones
+    assert collector.tags.count("table") == 5  # the short one, three full ones, and that of costs
     assert collector.tags.count("figure") == collector.tags.count("svg") == 5
     assert "data=&lt;b&gt;&amp;" in text
     size, complaints = open_page(page, tmp_path)
@@ -379,3 +397,70 @@ def test_pages_and_records_have_a_place_before_the_work(
     ):
         monkeypatch.chdir(tmp_path)
         assert "and the disk has 0 MB left" in refused(capsys, main(words))
+
+
+def compiled_and_not(folder: Path, scores: tuple[str, ...] = ("magnitude", "variance")) -> Path:
+    """Rows with what they cost: eager and compiled, which takes half the time and twice the memory."""
+    for place, score in enumerate(scores):
+        for compiled in (False, True):
+            for seed in range(2):
+                recorded = {
+                    "seconds": 10.0 if compiled else 20.0, "seen": 4000, "asked_steps": 30,
+                    "peak_bytes": (4 if compiled else 2) * 10**9 + seed * 10**8,
+                    "gpu": {"busy": 90.0, "memory_access": 40.0 + 10 * compiled, "memory_bytes": 5e9},
+                }  # fmt: skip
+                points = [(30, recorded["seconds"], 2.0 - 0.1 * place + 0.01 * seed, 0.5)]
+                name = f"{score}-{compiled}-{seed}"
+                make_run(folder / name, points, score=score, compile=compiled, seed=seed, recorded=recorded)
+    return folder
+
+
+def test_what_each_row_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled_and_not(tmp_path / "runs")
+    path = tmp_path / "numbers.json"
+    code, out, _ = command(capsys, tmp_path / "runs", "--by", "score,compile", "--json", path)
+    assert code == 0
+    lines = out.splitlines()
+    start = lines.index("What each row cost, mean over seeds")
+    assert "tokens/s" in lines[start + 2]
+    assert "memory access, %" in lines[start + 2]
+    (row,) = [line for line in lines[start:] if line.startswith("score=variance, compile=true ")]
+    assert row.split()[2:] == ["10", "400", "4.05", "5.00", "90.0", "50.0"]
+    (found,) = [row for row in json.loads(path.read_text())["costs"] if row["row"] == "score=variance, compile=true"]
+    assert found["tokens/s"] == 400
+    assert found["peak memory, GB"] == pytest.approx(4.05)
+    again = command(capsys, path)[1]
+    assert again[again.index("What each row cost") :] == out[out.index("What each row cost") :]
+
+
+def test_compiled_against_eager(tmp_path: Path) -> None:
+    found = compared(compiled_and_not(tmp_path), ["score", "compile"])
+    text = str(found)
+    start = text.index("Compiled against eager")
+    (changes,) = [line for line in text[start:].splitlines() if line.startswith("score=variance ")]
+    for cell in ("20 to 10 (-50.0 %)", "2.05 to 4.05 (+97.6 %)", "40.0 to 50.0 (+25.0 %)", "6.719 to 6.719 (+0.0 %)"):
+        assert f" {cell}" in changes
+    page = render(found)
+    for title in ("Compiled against eager", "Perplexity against memory"):
+        assert f"<h2>{title}</h2>" in page
+    assert "Compiled against eager" not in str(compared(make_sweep(tmp_path / "other", LOSSES)))
+
+
+def test_costs_that_not_all_runs_recorded_are_not_averaged(tmp_path: Path) -> None:
+    compiled_and_not(tmp_path, ("magnitude",))
+    make_run(tmp_path / "one", [(30, 20.0, 2.0, 0.5)], compile=False, seed=2)
+    for seed, damaged in enumerate(({"peak_bytes": "x"}, {"peak_bytes": None, "gpu": 3}), 3):
+        make_run(tmp_path / f"{seed}", [(30, 20.0, 2.0, 0.5)], compile=True, seed=seed, recorded=damaged)
+    eager, compiled = compared(tmp_path, ["compile"]).rows
+    for row in (eager, compiled):
+        assert mean_of(row, "peak") is None
+        assert mean_of(row, "seconds") is not None
+    assert "Perplexity against memory" not in render(compared(tmp_path, ["compile"]))
+
+
+def test_the_page_of_costs_opens(tmp_path: Path) -> None:
+    page = tmp_path / "compare.html"
+    page.write_text(render(compared(compiled_and_not(tmp_path / "runs"), ["score", "compile"])))
+    size, complaints = open_page(page, tmp_path)
+    assert size > 20_000
+    assert complaints == []

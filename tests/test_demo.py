@@ -131,7 +131,7 @@ def test_bad_arguments_are_told_apart(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_smallest_demo_reaches_its_sparsity() -> None:
     """The last mask update of 20 steps comes after the ramp."""
-    experiment = replace(module.DENSE, steps=20, score="variance", sparsity=0.8)
+    experiment = replace(module.DENSE, steps=20, score="variance", sparsity=0.8, **module.RAMP)
     ramp = experiment.ramp()
     assert callable(ramp)
     assert ramp(20 // experiment.every * experiment.every) == 0.8

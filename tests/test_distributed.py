@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +10,16 @@ import torch
 
 import secateur as sc
 from tests.distributed_worker import SETTINGS, network
+from tests.processes import run_ranks
 
-ROOT = Path(__file__).parent.parent
 Results = dict[str, Any]
 HELD = ("whole", "fsdp", "ddp")
 
 
 def launch(out: Path, ranks: int, *jobs: str, worker: str = "tests.distributed_worker") -> Results:
-    """The jobs run one after another in `ranks` processes under torchrun, on gloo."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*torchrun, "-m", worker, str(out), *jobs]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    """The jobs run one after another in `ranks` processes, on gloo."""
+    done = run_ranks(ranks, worker, str(out), *jobs, log=out.with_suffix(".log"))
+    assert done.well, f"exit codes {done.codes}: {done.said[-8000:]}"
     results: Results = torch.load(out, weights_only=True)
     return results
 
@@ -37,9 +27,7 @@ def launch(out: Path, ranks: int, *jobs: str, worker: str = "tests.distributed_w
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
     out = tmp_path_factory.mktemp("alone") / "out.pt"
-    subprocess.run([sys.executable, "-m", "tests.distributed_worker", str(out), "single"], cwd=ROOT, check=True)
-    results: Results = torch.load(out, weights_only=True)
-    return results
+    return launch(out, 1, "single")
 
 
 def agree(found: Results, alone: Results, job: str) -> None:

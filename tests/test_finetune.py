@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 from secateur.cli import main
 from secateur.errors import TextError
 from secateur.integrations import finetune as work
+from secateur.integrations import folder as folder_module
 from secateur.integrations import transformers as hf
 from secateur.integrations.finetune_data import read_texts
 from tests import tiny
@@ -68,6 +70,7 @@ def zeros(out: str = "out") -> tuple[int, int]:
         ("--how", "oneshot", "--sparsity", "0.5", "--calibration", "4"),
         ("--how", "oneshot", "--sparsity", "0.5", "--lora", "--accumulate", "2"),
         ("--eval-data", "two.txt", "--sparsity", "0.25", "--seed", "3"),
+        ("--sparsity", "0.5", "--regrow", "gradient"),
     ],
     ids=" ".join,
 )
@@ -98,6 +101,7 @@ def test_a_model_goes_in_and_a_sparse_one_comes_out(
     assert f"{record['after']:.6g}" in card
     assert "secateur finetune model" in card
     assert "held-out perplexity, fine-tuned" in said.out
+    assert ("regrowth by gradient" in said.out) == ("--regrow" in words)
     assert sorted(path.name for path in folder.iterdir()) == ["model", "one.txt", "out", "two.txt"]
 
 
@@ -204,11 +208,12 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-@pytest.mark.parametrize("how", ["gradual", "oneshot", "lora"])
+@pytest.mark.parametrize("how", ["gradual", "regrow", "oneshot", "lora"])
 def test_the_same_command_continues_a_killed_run(
     how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = {"gradual": [], "oneshot": ["--how", "oneshot"], "lora": ["--how", "oneshot", "--lora"]}[how]
+    once_pruned = ["--how", "oneshot"]
+    words = {"oneshot": once_pruned, "lora": [*once_pruned, "--lora"], "regrow": ["--regrow", "gradient"]}.get(how, [])
     words = [*words, "--sparsity", "0.5", "--checkpoint-every", "3"]
     assert run(*words, out="whole") == 0
     step = work._Steps.on_step_end
@@ -267,6 +272,8 @@ def once(function: Any) -> Any:
         ("--how sideways", "invalid choice: 'sideways'"),
         ("--lora", "--lora trains adapters on a pruned model. Use --how oneshot"),
         ("--calibration 3", "--calibration is for --how oneshot"),
+        ("--how oneshot --regrow random", "--regrow is for --how gradual: with oneshot the zeros stay where they are"),
+        ("--regrow sideways", "invalid choice: 'sideways'"),
         ("--teacher model --no-distill", "--teacher is for distillation, and --no-distill turns it off"),
         ("--alpha 0.5 --no-distill", "--alpha is for distillation, and --no-distill turns it off"),
         ("--alpha 0", "must be a number above 0 and up to 1, got '0'"),
@@ -296,6 +303,26 @@ def test_what_is_said(folder: Path, words: str, message: str, capsys: pytest.Cap
     assert message in refused(capsys, code)
     names = {path.name for path in folder.iterdir()}
     assert names == {"model", "one.txt", "two.txt"}
+
+
+def test_texts_and_names_are_checked_before_anything_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*given: Any, **options: Any) -> Any:
+        raise AssertionError("loaded all the same")
+
+    def refuse(*given: Any, **options: Any) -> Any:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(work, "load", never)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(folder_module, "getproxies", dict)
+    for words in (["--data", "nosuch.txt"], ["--eval-data", "nosuch.txt"]):
+        assert "There is no file nosuch.txt" in refused(capsys, run(*words))
+    for code in (run(model="nosuch"), run("--teacher", "nosuch")):
+        assert code == 2
+    assert capsys.readouterr().err.count("There is no folder nosuch, no model of that name in the cache") == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["model", "one.txt", "two.txt"]
 
 
 def test_models_that_are_not_causal_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from secateur.errors import ModelError
 from secateur.inference import format as form
+from secateur.inference import groups
 from secateur.inference.format import (
     Lazy,
     Packed,
@@ -128,6 +129,109 @@ def test_only_what_gets_smaller_is_worth_packing() -> None:
     assert not smaller(torch.zeros(0, 4))
 
 
+# Masks of n:m patterns
+
+
+def patterned(rows: int, columns: int, n: int, m: int) -> Tensor:
+    """At most n of m kept along the columns; sometimes fewer, as where pruned weights were zero before."""
+    weight, ranks = torch.randn(rows, columns), torch.empty(rows, columns)
+    for start in range(0, columns, m):
+        part = ranks[:, start : start + m]
+        part.copy_(torch.rand(part.shape).argsort(1).argsort(1))
+    weight[ranks >= n] = 0
+    weight[torch.rand(weight.shape) < 0.02] = 0
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("pattern", "needed"),
+    [((2, 4), 4), ((1, 4), 3), ((4, 8), 8), ((3, 8), 7), ((2, 8), 6), ((1, 8), 4), ((8, 16), 16), ((7, 16), 15),
+     ((4, 16), 12), ((3, 16), 10), ((2, 16), 8), ((1, 16), 5), ((0, 16), 0)],
+)  # fmt: skip
+def test_bits_of_a_group(pattern: tuple[int, int], needed: int) -> None:
+    """The smallest number of bits that tells apart all groups with at most n of m kept, counted one by one."""
+    n, m = pattern
+    found = sum(number.bit_count() <= n for number in range(1 << m))
+    assert groups.bits(pattern) == needed
+    assert 2 ** (needed - 1) < found <= 2**needed or (found, needed) == (1, 0)
+
+
+@given(
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 70),
+    pattern=st.sampled_from([(1, 4), (2, 4), (2, 8), (3, 8), (1, 16), (2, 16), (4, 16), (7, 16), (8, 16), (0, 16)]),
+    seed=st.integers(0, 99),
+)
+def test_groups_are_exact_and_never_longer_than_the_mask(
+    rows: int, columns: int, pattern: tuple[int, int], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    weight = patterned(rows, columns, *pattern)
+    packed = pack_weight(weight)
+    short = packed.groups
+    assert sum(part.nbytes for part in packed.parts("a").values()) <= packed.nbytes
+    if short is None:
+        assert packed.parts("a").keys() == {"a", "a_mask"}
+        return
+    stored = packed.parts("a")["a_groups"]
+    assert stored.shape == groups.stored_shape(rows, columns, short)
+    assert stored.nbytes < packed.mask.nbytes
+    back, wrong = groups.mask_of(stored, weight.shape, short)
+    assert not wrong
+    assert torch.equal(back, packed.mask)
+
+
+def test_a_mask_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = pack_weight(patterned(50, 64, 2, 16))
+    whole = groups.encode(packed.mask, 64, (2, 16))
+    monkeypatch.setattr(groups, "PART", 200)
+    assert torch.equal(groups.encode(packed.mask, 64, (2, 16)), whole)
+    back = groups.decode(whole, 64, (2, 16))
+    assert back is not None
+    assert torch.equal(back, packed.mask)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "share"), [((4, 16), 4.75), ((2, 16), 2.5), ((1, 16), 1.3125), ((8, 16), 9.0), ((2, 4), 9.0)]
+)
+def test_files_of_patterns_have_the_promised_size(tmp_path: Path, pattern: tuple[int, int], share: float) -> None:
+    """Bits a weight in bf16, as docs/inference.md says."""
+    ranks = torch.rand(512, 1024 // pattern[1], pattern[1]).argsort(-1).argsort(-1).flatten(1)
+    weight = torch.where(ranks < pattern[0], 1.0 + ranks, 0.0).to(torch.bfloat16)
+    write_weights(tmp_path, {"w": pack_weight(weight)})
+    found = files.load_file(tmp_path / "model.safetensors")
+    assert sum(part.nbytes for part in found.values()) * 8 / weight.numel() == pytest.approx(share, abs=0.01)
+    assert list(read_all(tmp_path)) == ["w"]
+    assert same_bits(read_all(tmp_path)["w"].dense(), weight)  # type: ignore[union-attr]
+
+
+def test_files_have_the_lowest_version_that_reads_them(tmp_path: Path) -> None:
+    """Files without groups are read by the first version of the library too; others it refuses by their version."""
+    for weight, version in ((sparse((8, 32), 0.5), 1), (patterned(8, 32, 2, 16), 2)):
+        write_weights(tmp_path, {"w": pack_weight(weight)})
+        with files.safe_open(tmp_path / "model.safetensors", framework="pt") as opened:
+            assert json.loads(opened.metadata()["secateur"])["version"] == version
+        with WeightFiles([tmp_path / "model.safetensors"]) as found:
+            assert found.version == version
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (torch.full((4, 2), 255, dtype=torch.uint8), "its groups are not of 2:16"),
+        (torch.zeros((4, 3), dtype=torch.uint8), "its groups are torch.uint8 .4, 3., which does not fit .4, 32."),
+        (torch.zeros((4, 2), dtype=torch.int8), "its groups are torch.int8"),
+        (torch.zeros((4, 2), dtype=torch.uint8), "its mask keeps 0 weights, and there are 3 values"),
+    ],
+)
+def test_impossible_groups_are_refused(tmp_path: Path, stored: Tensor, message: str) -> None:
+    said = {"a": {"dtype": "float32", "shape": [4, 32], "groups": [2, 16]}}
+    tensors = {"a": torch.ones(3), "a_groups": stored}
+    files.save_file(tensors, tmp_path / "model.safetensors", metadata=form.metadata(said, None))
+    with pytest.raises(ModelError, match=message):
+        read_all(tmp_path)
+
+
 # Files
 
 
@@ -137,6 +241,8 @@ def weights() -> dict[str, Tensor | Packed]:
         "b.weight": pack_weight(sparse((6, 3, 3, 3), 0.5)),
         "c.weight": pack_weight(sparse((5, 9), 0.5), int8=True),
         "c.bias": torch.randn(5),
+        "d.weight": pack_weight(patterned(5, 52, 2, 16)),
+        "e.weight": pack_weight(patterned(3, 32, 4, 16), int8=True, transposed=True),
         "double": torch.randn(3, dtype=torch.float64),
         "steps": torch.tensor(7),
         "empty": torch.zeros(0, 4),
@@ -164,12 +270,14 @@ def test_files_round_trip(tmp_path: Path, shard: int) -> None:
         assert len(found) == len(written)
         assert all(equal(found[name], written[name]) for name in written)
         assert found.shapes()["b.weight"] == [6, 3, 3, 3]
-        assert found.packed == ["a.weight", "b.weight", "c.weight"]
+        assert found.packed == ["a.weight", "b.weight", "c.weight", "d.weight", "e.weight"]
+        assert [found.groups(name) for name in found.packed] == [None, None, None, (2, 16), (4, 16)]
+        assert found.shapes()["e.weight"] == [3, 32]
         found.check()
     for name in names:
         with files.safe_open(tmp_path / name, framework="pt") as opened:  # safetensors itself reads them
             assert all(opened.get_tensor(part) is not None for part in opened.keys())  # noqa: SIM118
-            assert json.loads(opened.metadata()["secateur"])["version"] == 1
+            assert json.loads(opened.metadata()["secateur"])["version"] == 2
 
 
 def test_shards_have_the_index_of_hugging_face(tmp_path: Path) -> None:
@@ -280,7 +388,14 @@ def test_foreign_files_are_refused_and_never_unpickled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, "has version 2 of the packed format"),
+        (
+            {"version": 3},
+            "has version 3 of the packed format; this Secateur reads versions 1 to 2. Install a newer one",
+        ),
+        ({"version": "1"}, "has version 1 of the packed format"),
+        ({"weights": {"a": {"dtype": "float32", "shape": [2, 4], "groups": [9, 8]}}}, "impossible groups"),
+        ({"weights": {"a": {"dtype": "float32", "shape": [2, 4], "groups": "no"}}}, "impossible groups"),
+        ({"weights": {"a": {"dtype": "float32", "shape": [2, 4], "groups": [1, 4]}}}, "a_groups is not in"),
         ({"weights": 3}, "says nothing of use"),
         ({"weights": {"a": {}}}, "says nothing of use"),
         ({"weights": {"a": {"dtype": "save", "shape": [1, 1]}}}, "impossible dtypes or shapes"),

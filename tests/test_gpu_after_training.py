@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import secateur as sc
-from secateur.model.facts import evaluator
 from secateur.model.prunable import find_prunable
 from secateur.oneshot.calibration import CalibratedModel
 from secateur.oneshot.gradients import GradientPass, HostCache, gather_gradients
 from secateur.oneshot.offload import MemoryPlan
 from secateur.scores import resolve
+from secateur.selection.exact import evaluator
 from tests import tiny
 
 pytestmark = [

@@ -463,6 +463,58 @@ def test_copies_get_the_same_zeros(wrap: Any) -> None:
     assert all(torch.equal(inner.state_dict()[name], tensor) for name, tensor in others.items())
 
 
+class Tied(nn.Module):
+    """Two layers that share one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.two.weight = self.one.weight
+
+
+def test_a_copy_with_broken_ties_gets_the_zeros_under_every_name() -> None:
+    model = Tied()
+    kept = torch.rand(8, 8) > 0.5
+    pruner = sc.Pruner(model, torch.optim.SGD(model.parameters(), 0.1), masks={"one.weight": kept}, sparsity=None)
+    copied, still = copy.deepcopy(model), copy.deepcopy(model)
+    copied.two.weight = nn.Parameter(torch.randn(8, 8))
+    with torch.no_grad():
+        still.one.weight.fill_(1)
+    pruner.apply_to(copied)
+    pruner.apply_to(still)
+    assert torch.equal(copied.one.weight != 0, kept)
+    assert torch.equal(copied.two.weight != 0, kept)
+    assert torch.equal(still.two.weight != 0, kept)
+    copied.two.weight = nn.Parameter(torch.randn(4, 8))
+    with pytest.raises(StateError, match=r"'two.weight' is \[4, 8\] in Tied"):
+        pruner.apply_to(copied)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_frozen_layer_that_trains_later_keeps_its_zeros(name: str) -> None:
+    model, inputs = sparse(name)
+    before = zeros(model)
+    frozen = model.get_parameter(next(iter(before))).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)  # has the frozen layer too
+    pruner = sc.Pruner(model, optimizer, masks="zeros", sparsity=None)
+    run(model, inputs, optimizer, pruner, 2)
+    frozen.requires_grad_(True)
+    was = frozen.detach().clone()
+    run(model, inputs, optimizer, pruner, 5)
+    assert not torch.equal(frozen, was)
+    assert same(zeros(model), before)
+
+
+def test_a_frozen_layer_outside_the_optimizer_is_left_out_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = sparse("relu")
+    first = model.get_parameter("0.weight").requires_grad_(False)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one is not first], 0.01)
+    with caplog.at_level(logging.WARNING, "secateur"):
+        pruner = sc.Pruner(model, optimizer, masks="zeros", sparsity=None)
+    assert "0.weight" not in pruner.masks
+    assert not caplog.records
+
+
 def test_a_copy_inside_several_wrappers_in_another_dtype(block: Block) -> None:
     optimizer = torch.optim.SGD(block.parameters(), 0.1)
     kept = torch.rand(64, 16) > 0.5

@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +26,7 @@ from secateur.selection import Target, choose
 from secateur.selection.exact import ALONE
 from secateur.selection.tiles import Layout, parse_pattern
 from tests import kernel_cases as cases
+from tests.processes import run_ranks
 from tests.trained import classifier
 
 CPU = torch.device("cpu")
@@ -442,23 +440,11 @@ def test_the_backend_and_the_reason_for_it(monkeypatch: pytest.MonkeyPatch, capl
     kernels._reason.cache_clear()
 
 
-def test_many_processes_by_kernel() -> None:
+def test_many_processes_by_kernel(tmp_path: Path) -> None:
     """Two processes under the interpreter come to the masks of one without kernels."""
     pytest.importorskip("torch.distributed.tensor")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--master-port=0",
-        "--rdzv-backend=c10d",
-    ]
-    command += ["--rdzv-endpoint=localhost:0", "-m", "tests.kernel_worker"]
-    done = subprocess.run(
-        command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_ranks(2, "tests.kernel_worker", log=tmp_path / "log")
+    assert done.well, f"exit codes {done.codes}: {done.said[-3000:]}"
 
 
 @pytest.mark.parametrize(

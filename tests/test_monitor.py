@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +22,12 @@ from secateur.errors import ModelError, StateError
 from secateur.lab import checkpoint, monitor
 from secateur.lab.config import OPTIMIZERS, Experiment
 from secateur.lab.models import language_model
-from secateur.lab.monitor import CpuLoad, LoadMeter, Stopwatch, cpu_load, threads_for
+from secateur.lab.monitor import CpuLoad, LoadMeter, Monitor, Stopwatch, cpu_load, threads_for
 from secateur.lab.page import render_run, run_headline
 from secateur.lab.trainer import Callback, Execution, Trainer
 
 HOW = Execution(cpu=True)
-SMALL = Experiment(model="gpt-1x16", batch=4, context=8, steps=4, warmup=1, every=2, evaluate_every=2, evaluation=2)
+SMALL = Experiment(model="gpt-1x16", batch=4, context=8, steps=4, warmup=1, evaluate_every=2, evaluation=2)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +118,9 @@ class Events(Callback):
 @pytest.mark.parametrize("score", [None, "variance"])
 def test_callbacks_come_in_order(score: str | None) -> None:
     events = Events()
-    trainer = Trainer(replace(SMALL, score=score, sparsity=0.5 if score else 0.0), HOW, None, [events])
+    trainer = Trainer(
+        replace(SMALL, **({"score": score, "sparsity": 0.5, "every": 2} if score else {})), HOW, None, [events]
+    )
     found = trainer.train()
     masks = ["masks"] if score else []
     ends = ["step 1", "step 2 evaluated", "step 3", "step 4 evaluated"]
@@ -177,3 +182,118 @@ def test_the_page_of_a_run_says_its_result(tmp_path: Path) -> None:
     assert "<h1>Dense: perplexity 7.495 after 450 steps</h1>" in quiet
     assert 'class="warning"' not in quiet
     assert run_headline({**SUMMARY, "sparsity": 0.955}).startswith("95.5 % gone: ")
+
+
+class FakeNvml:
+    """The part of pynvml that the monitor calls, with its names, structures, units and errors."""
+
+    class NVMLError(Exception):
+        pass
+
+    class NotSupportedError(NVMLError):
+        pass
+
+    def __init__(self, without: str = "") -> None:
+        self.without, self.uuids, self.begun = without, [], 0
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        self.begun += 1
+        if self.without == "driver":
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object:  # noqa: N802
+        self.uuids.append(uuid)
+        if not uuid.startswith("GPU-"):
+            raise self.NVMLError("Not Found")
+        return uuid
+
+    def nvmlDeviceGetUtilizationRates(self, handle: object) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(gpu=87, memory=19)  # percent of the last sample period
+
+    def nvmlDeviceGetMemoryInfo(self, handle: object) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(total=10**10, free=6 * 10**9, used=4 * 10**9)
+
+    def nvmlDeviceGetPowerUsage(self, handle: object) -> int:  # noqa: N802
+        if self.without == "power":
+            raise self.NotSupportedError("Not Supported")
+        return 412_345  # milliwatts
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], FakeNvml]:
+    """Puts a fake of pynvml and of one GPU in place."""
+
+    def put(without: str = "") -> FakeNvml:
+        fake = FakeNvml(without)
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="6f3a-11"))
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 10**9)
+        return fake
+
+    return put
+
+
+def watched(seconds: float = 0.1) -> Monitor:
+    with Monitor(torch.device("cuda", 0), every=0.01) as found:
+        time.sleep(seconds)
+    return found
+
+
+def test_a_gpu_is_sampled_by_its_uuid(nvml: Callable[[str], FakeNvml]) -> None:
+    fake = nvml("")
+    found = watched()
+    assert fake.uuids == ["GPU-6f3a-11"]
+    assert found.off is None
+    assert found.means() == {"busy": 87.0, "memory_access": 19.0, "memory_bytes": 4e9, "watts": 412.345}
+    assert [sample["seconds"] for sample in found.samples] == sorted(sample["seconds"] for sample in found.samples)
+    assert found.peak_bytes == 3 * 10**9
+
+
+def test_a_gpu_that_reports_no_power_is_sampled_all_the_same(nvml: Callable[[str], FakeNvml]) -> None:
+    nvml("power")
+    assert watched().means().keys() == {"busy", "memory_access", "memory_bytes"}
+
+
+def test_why_a_gpu_is_not_sampled(nvml: Callable[[str], FakeNvml], monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml("driver")
+    found = watched(0)
+    assert (found.samples, found.off) == ([], "NVML answers: Driver Not Loaded")
+    assert found.peak_bytes == 3 * 10**9  # torch knows it without NVML
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert watched(0).off == "pynvml is not installed: pip install nvidia-ml-py, or 'secateur[gpu]'"
+
+
+def test_the_fake_has_no_name_that_pynvml_lacks() -> None:
+    pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    for name in vars(FakeNvml):
+        if name.startswith("nvml"):
+            assert callable(getattr(pynvml, name))
+    assert issubclass(pynvml.NVMLError_NotSupported, pynvml.NVMLError)
+    assert {field for field, *_ in pynvml.c_nvmlUtilization_t._fields_} == {"gpu", "memory"}
+    assert "used" in {field for field, *_ in pynvml.c_nvmlMemory_t._fields_}
+
+
+def test_the_memory_of_a_run_on_a_cpu() -> None:
+    with Monitor(torch.device("cpu"), every=0.01) as found:
+        held = torch.ones(1 << 24)  # 64 MB
+        time.sleep(0.1)
+        del held
+    with Monitor(torch.device("cpu")) as later:
+        pass
+    assert found.peak_bytes >= later.peak_bytes > 1e7
+    assert found.samples == []
+
+
+def test_all_gpus_of_a_run_are_on_its_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    line = '{"step": 1, "loss": 3.0, "lr": 0.1, "sparsity": 0.0, "held_out_loss": 2.0}\n'
+    (tmp_path / "metrics.jsonl").write_text(line)
+    samples = [{"gpu": gpu, "seconds": n, "busy": 9.0, "memory_access": 5.0 * gpu} for gpu in (0, 1) for n in (1, 2)]
+    (tmp_path / "gpu.json").write_text(json.dumps(samples))
+    more = {"seen": 9000, "epochs": 3.8, "peak_bytes": 5 * 10**9, "gpu": monitor.means_of(samples)}
+    page = render_run(tmp_path, "run", {**SUMMARY, **more})
+    assert "<h2>GPU: memory access, %</h2><p>A line for every GPU.</p>" in page
+    assert "power" not in page  # which was not sampled
+    for cell in ("tokens a second</td><td>1,000", "passes over the data</td><td>3.80", "memory access, %</td><td>2.5"):
+        assert cell in page.replace(' class="number"', "")

@@ -255,19 +255,52 @@ def test_a_layer_computes_its_definition(transposed: bool, recompute: bool, monk
         assert off(gradient, right) < 1e-12
 
 
+@pytest.mark.parametrize("add", [False, True], ids=["adapter alone", "with the base"])
 @pytest.mark.parametrize("part", [1, 12, 1 << 20])
-def test_gradients_are_exact(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_exact(part: int, add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "PART", part)
     torch.manual_seed(0)
     weight = torch.randn(5, 4, dtype=torch.float64) * (torch.rand(5, 4) < 0.5)
-    shapes = [(2, 3, 4), (2, 4), (5, 2)]
-    x, a, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
-    run = kept._MaskedLinear.apply
-    assert torch.autograd.gradcheck(lambda x, a, b: run(x, weight, a, b), (x, a, b))
-    assert torch.autograd.gradcheck(lambda a: run(x.detach(), weight, a, b.detach()), (a,))
-    assert torch.autograd.gradcheck(lambda x: run(x, weight, a.detach(), b.detach()), (x,))
-    assert torch.autograd.gradcheck(lambda x: run(x[0, 0], weight, a, b), (x,))
-    torch.testing.assert_close(run(x[0, 0], weight, a, b), run(x, weight, a, b)[0, 0])
+    shapes = [(2, 3, 4), (5,), (2, 4), (5, 2)]
+    x, bias, a, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+
+    def run(x: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+        return torch.as_tensor(kept._MaskedLinear.apply(x, weight, bias, a, b, add))
+
+    assert torch.autograd.gradcheck(run, (x, bias, a, b))
+    assert torch.autograd.gradcheck(run, (x, None, a, b))
+    assert torch.autograd.gradcheck(lambda a: run(x.detach(), bias.detach(), a, b.detach()), (a,))
+    assert torch.autograd.gradcheck(lambda x: run(x, None, a.detach(), b.detach()), (x,))
+    assert torch.autograd.gradcheck(lambda x: run(x[0, 0], bias, a, b), (x,))
+    torch.testing.assert_close(run(x[0, 0], bias, a, b), run(x, bias, a, b)[0, 0])
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "dense"])
+def test_training_in_full_precision_gives_the_merged_outputs_to_the_bit(recompute: bool) -> None:
+    model = keep_zeros(adapted(), recompute=recompute).train()
+    trained = output(model)
+    assert trained.requires_grad
+    assert torch.equal(trained, output(model.merge_and_unload()))
+
+
+def test_what_watches_or_changes_the_base_gets_the_adapter_apart() -> None:
+    """Hooks on the base layer still run, a base that trains gets its gradient, and dropout is the adapter's alone."""
+    model = keep_zeros(adapted(target_modules=["q_proj"]))
+    layer = next(iter(masked(model).values()))
+    x, base = torch.randn(3, 16), layer.get_base_layer()
+    expected, seen = layer(x), []
+    handle = base.register_forward_hook(lambda *_: seen.append(1))
+    assert off(layer(x), expected) < 1e-6
+    assert seen
+    handle.remove()
+    base.weight.requires_grad_(True)
+    layer(x).sum().backward()
+    assert base.weight.grad is not None
+    base.weight.requires_grad_(False)
+    dropping = keep_zeros(adapted(target_modules=["q_proj"], lora_dropout=0.9)).train()
+    layer = next(iter(masked(dropping).values()))
+    assert not torch.equal(layer(x), layer(x))
+    assert torch.equal(layer.eval()(x), layer(x))
 
 
 def gradients(model: Any, name: str) -> dict[str, Tensor]:

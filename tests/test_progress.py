@@ -29,8 +29,8 @@ class Bar:
     def set_postfix_str(self, note: str, refresh: bool) -> None:
         self.notes.append(note)
 
-    def update(self) -> None:
-        self.steps += 1
+    def update(self, by: int) -> None:
+        self.steps += by
 
     def close(self) -> None:
         self.open = False

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.errors import ModelError, OptimizerError, PatternError, ScheduleError, StateError
+from secateur.errors import ModelError, OptimizerError, PatternError, RegrowthError, ScheduleError, StateError
 from secateur.scores import resolve
 from tests.conftest import Block, train
 
@@ -196,6 +196,43 @@ def test_compiled_models_are_neither_broken_nor_recompiled(backend: str, block: 
     assert len(pruner.updates) == 3
     eager = block(torch.arange(6)[None])
     torch.testing.assert_close(compiled(torch.arange(6)[None]), eager)
+
+
+@pytest.mark.parametrize("limit", [None, 0.05])
+def test_masked_gradients_change_only_what_clipping_does(limit: float | None, block: Block) -> None:
+    """AdamWPrune masks gradients at every step. Weights and moments of pruned weights are zero after a step anyway, so
+    without clipping nothing else follows; with it, the kept weights are clipped by their own norm."""
+    found = []
+    for masked in (False, True):
+        torch.manual_seed(0)
+        model = copy.deepcopy(block)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        pruner = sc.Pruner(model, optimizer, sparsity=0.8, every=2)
+        train(model, optimizer, 2, pruner.step)
+        tokens = torch.randint(0, 10, (4, 6))
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), (tokens * 7 % 10).flatten()).backward()
+        if masked:
+            pruner.mask_gradients()
+            for name, mask in pruner.masks.items():
+                gradient = model.get_parameter(name).grad
+                assert gradient is not None
+                assert not gradient[~mask].any()
+                assert gradient[mask].any()
+            kept = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit) if limit else None
+        assert not (masked and limit) or torch.equal(norm, kept)  # type: ignore[arg-type]
+        optimizer.step()
+        pruner.step()
+        pruned_state_is_zero(pruner, model, optimizer)
+        found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*found) == (limit is None)
+
+
+def test_masked_gradients_and_rigl_contradict_each_other(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    pruner = sc.Pruner(block, optimizer, sparsity=sc.cubic(0.8, begin=0, end=9), regrow="gradient")
+    with pytest.raises(RegrowthError, match="ranks pruned weights by the gradients that mask_gradients"):
+        pruner.mask_gradients()
 
 
 def test_masks_are_updated_in_place(block: Block) -> None:

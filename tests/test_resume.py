@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,25 @@ from secateur.model.held import SETTINGS, encoded, rounding, settings_in
 from secateur.model.prunable import find_prunable
 from secateur.selection.tiles import parse_pattern
 from tests.conftest import Block, train
+from tests.processes import start
 
-ROOT = Path(__file__).parent.parent
 STEPS = 40
 
 
 def run(folder: Path, score: str, kill_after: int | None = None) -> None:
     """Run the worker; when told, SIGKILL it as soon as it reports that step, in the midst of whatever it does next."""
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "tests.resume_worker", str(folder), str(STEPS), score]
-    command += [] if kill_after is None else [str(kill_after)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as worker:
-        assert worker.stdout is not None
-        for line in worker.stdout:
-            if kill_after is not None and int(line) == kill_after:
-                worker.send_signal(signal.SIGKILL)
-    assert worker.returncode == (0 if kill_after is None else -signal.SIGKILL)
+    words = [str(folder), str(STEPS), score, *([] if kill_after is None else [str(kill_after)])]
+    log = folder / "log"
+    log.write_text("")
+    worker = start("tests.resume_worker", *words, log=log)
+    while kill_after is not None and str(kill_after) not in log.read_text().split():
+        assert worker.is_alive(), log.read_text()
+        time.sleep(0.001)
+    if kill_after is not None:
+        worker.kill()
+    worker.join(timeout=60)
+    assert worker.exitcode == (0 if kill_after is None else -signal.SIGKILL), log.read_text()
 
 
 def flatten(state: Any, prefix: str = "") -> dict[str, Tensor]:

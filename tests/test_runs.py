@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from secateur.errors import ComparisonError
-from secateur.lab.runs import baselines, check_fair, differing, read_runs
+from secateur.lab.published import preset_settings
+from secateur.lab.runs import OF_PRESET, baselines, check_fair, differing, read_runs
 from tests.run_folders import LOSSES, command, compared, entries, make_run, make_sweep
 
 
@@ -95,6 +96,18 @@ def test_pruning_settings_of_a_dense_run_do_not_count(tmp_path: Path) -> None:
         compared(tmp_path)
 
 
+def test_what_a_preset_sets_is_not_in_the_labels(tmp_path: Path) -> None:
+    assert {*OF_PRESET, "budget"} == preset_settings("as-published", "bitter7").keys()
+    plain, published = {"preset": None}, {"preset": "as-published", "prunable": "adamwprune", "end": 1.0}
+    make_sweep(tmp_path / "a", {"bitter0": [2.0, 2.1]}, **plain, prunable=None, end=0.8)
+    make_sweep(tmp_path / "b", {"bitter0": [2.2, 2.3]}, **published)
+    axes = ["score", "preset", "prunable", "end"]
+    found = [row.label for row in compared(tmp_path, axes).rows]
+    assert found == ["score=bitter0, preset=none", "score=bitter0, preset=as-published"]
+    make_sweep(tmp_path / "c", {"bitter0": [2.2, 2.3]}, **{**published, "end": 0.9})  # changed beside the preset
+    assert compared(tmp_path, axes).rows[1].label == ("score=bitter0, preset=as-published, prunable=adamwprune, end=1")
+
+
 def test_fairness_by_itself() -> None:
     one, other = {"lr": 1, "seed": 0, "out": "a"}, {"lr": 1.0, "seed": 1, "out": "b"}
     check_fair([one, other], [])
@@ -160,3 +173,28 @@ def test_a_run_without_a_seed_is_told(tmp_path: Path) -> None:
     make_run(tmp_path / "a", [(30, 1.0, 1.5, 0.5)], seed=None)
     with pytest.raises(ComparisonError, match="config.json has no seed that is a whole number"):
         read_runs([tmp_path])
+
+
+def test_a_budget_that_brought_no_steps_is_not_marked(tmp_path: Path) -> None:
+    """Earlier versions marked such runs; those that took more steps than asked for stay marked."""
+    make_run(tmp_path / "a", [(30, 3.0, 2.0, 0.5)], budget="extended", recorded={"asked_steps": 30})
+    make_run(tmp_path / "b", [(51, 3.0, 2.0, 0.5)], budget="extended", score="bitter7", recorded={"asked_steps": 51})
+    assert [run.extended for run in read_runs([tmp_path])[0]] == [False, True]
+
+
+def test_settings_that_are_none_may_be_missing(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", [(30, 3.0, 2.0, 0.5)], preset=None)
+    make_run(tmp_path / "b", [(30, 3.0, 2.0, 0.5)], seed=1)
+    assert len(compared(tmp_path).rows) == 1
+    make_run(tmp_path / "c", [(30, 3.0, 2.0, 0.5)], seed=2, preset="as-published")
+    with pytest.raises(ComparisonError, match="preset \\(none, not set, as-published\\)"):
+        compared(tmp_path, ["score"])
+
+
+def test_pruning_settings_of_dense_runs_do_not_count_with_by_either(tmp_path: Path) -> None:
+    make_sweep(tmp_path / "dense", {"none": [1.8, 1.9]}, sparsity=0.0, schedule="cubic")
+    make_sweep(tmp_path / "pruned", {"magnitude": [2.0, 2.1], "variance": [1.9, 2.0]}, schedule="late_cubic")
+    assert len(compared(tmp_path, ["score"]).rows) == 3
+    make_sweep(tmp_path / "more", {"variance": [1.9, 2.0]}, schedule="linear")
+    with pytest.raises(ComparisonError, match="differ in more than score: schedule"):
+        compared(tmp_path, ["score"])

@@ -23,7 +23,7 @@ from secateur.errors import ModelError, SecateurError
 from secateur.inference import convert, saving
 from secateur.inference import format as form
 from secateur.inference.card import model_card
-from secateur.inference.packed import PackedLinear, packed_layers
+from secateur.inference.packed import PackedLinear, is_conv1d, linear_layers, packed_layers
 from secateur.integrations import folder as folder_module
 from secateur.model.mask_files import load_masks
 from tests import tiny
@@ -51,7 +51,8 @@ def logits(model: Any) -> Tensor:
 
 def run(code: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Code in a fresh interpreter, in which all warnings and logs are shown."""
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    places = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    settings = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, env=settings
     )
@@ -132,14 +133,84 @@ def test_tied_heads_and_other_layers_stay_dense(tmp_path: Path) -> None:
     loaded = sc.load(tmp_path / "tied")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(logits(loaded), logits(model))
-    gpt2 = sparsify(tiny.gpt2())  # its Conv1D is not packed, and its only linear layer is tied
-    sc.save(gpt2, tmp_path / "gpt2")
-    assert "quantization_config" not in json.loads((tmp_path / "gpt2" / "config.json").read_text())
-    assert "import secateur" not in (tmp_path / "gpt2" / "README.md").read_text()
-    assert torch.equal(logits(sc.load(tmp_path / "gpt2")), logits(gpt2))
     dense = tiny.llama()  # and a model without zeros
     sc.save(dense, tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert "import secateur" not in (tmp_path / "dense" / "README.md").read_text()
     assert not packed_layers(sc.load(tmp_path / "dense"))
+
+
+def gpt2() -> Any:
+    model = sparsify(tiny.gpt2())
+    nn.init.normal_(model.transformer.h[0].mlp.c_fc.bias)
+    return model
+
+
+@pytest.mark.parametrize("values", [None, "int8"])
+def test_gpt2_whose_weights_are_inputs_by_outputs(tmp_path: Path, values: str | None) -> None:
+    """Conv1D packs in memory, in `sc.save`, by `secateur export`, and comes back to the bit."""
+    model = gpt2()
+    expected, weights = logits(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sc.save(model, tmp_path / "a", values=values)
+    report = sc.pack(model, memory=True)
+    assert len(report.packed) == 4  # the head is tied
+    assert torch.allclose(logits(model), expected, atol=1e-5)
+    if values is None:
+        model.save_pretrained(tmp_path / "b")
+        model.to(torch.bfloat16).to(torch.float32)
+    loaded = sc.load(tmp_path / "a")
+    assert len(packed_layers(loaded)) == 4
+    assert torch.allclose(logits(loaded), expected, atol=1e-5 if values is None else 0.1)
+    convert.convert(tmp_path / "a", tmp_path, packed=False)
+    if values is None:
+        found = files.load_file(tmp_path / "model.safetensors")
+        assert torch.equal(found["transformer.h.0.mlp.c_fc.weight"], weights["transformer.h.0.mlp.c_fc.weight"])
+        for folder in "ab":
+            back = sc.unpack(sc.load(tmp_path / folder))
+            assert not packed_layers(back)
+            assert type(back.transformer.h[0].mlp.c_fc).__name__ == "Conv1D"
+            assert all(torch.equal(tensor, weights[name]) for name, tensor in back.state_dict().items())
+            assert torch.equal(logits(back), expected)
+
+
+def test_gpt2_exported_and_loaded_into_a_module(tmp_path: Path) -> None:
+    model = gpt2()
+    sc.save(model, tmp_path / "dense", packed=False)
+    saving.export(tmp_path / "dense", tmp_path / "packed")
+    assert json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]["version"] == 2
+    assert len(packed_layers(sc.load(tmp_path / "packed"))) == 4
+    fresh = sc.load(tmp_path / "packed", into=tiny.gpt2())
+    assert torch.equal(logits(fresh.eval()), logits(model))
+    part = nn.ModuleList(model.transformer.h)  # a module that transformers does not know
+    sc.save(part, tmp_path / "part")
+    other = nn.ModuleList(tiny.gpt2().transformer.h)
+    sc.load(tmp_path / "part", into=other)
+    assert all(torch.equal(tensor, part.state_dict()[name]) for name, tensor in other.state_dict().items())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_masks_stored_as_groups_load_in_transformers(tmp_path: Path, family: str) -> None:
+    """2:16 along the inputs: files hold groups, layers hold masks, and `save_pretrained` writes masks."""
+    model = tiny.llama(hidden_size=32, intermediate_size=64) if family == "llama" else tiny.gpt2(n_embd=32)
+    with torch.no_grad():
+        for name, layer, _ in linear_layers(model):
+            if "head" not in name:
+                weight = layer.weight.T if is_conv1d(layer) else layer.weight
+                weight.unflatten(1, (-1, 16))[:, :, 2:] = 0
+    expected = logits(model.eval())
+    sc.save(model, tmp_path / "a")
+    with form.WeightFiles(form.weight_files(tmp_path / "a")) as found:
+        assert {found.groups(name) for name in found.packed} == {(2, 16)}
+        assert found.version == 2
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]["version"] == 2
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert {name.rpartition("_")[2] for name in loaded.state_dict()}.isdisjoint({"groups"})
+    assert torch.allclose(logits(loaded), expected, atol=1e-5)
+    loaded.save_pretrained(tmp_path / "b")
+    version = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]["version"]
+    assert version == (1 if family == "llama" else 2)
+    assert torch.allclose(logits(sc.load(tmp_path / "b")), expected, atol=1e-5)
+    assert torch.equal(logits(sc.load(tmp_path / "a", packed=False)), expected)
 
 
 def vit() -> Any:
@@ -200,6 +271,21 @@ def test_models_that_are_part_of_a_module_or_packed_in_part(tmp_path: Path) -> N
     sc.pack(part.model, memory=True)
     assert torch.equal(logits(sc.unpack(part)), logits(part))
     assert not hasattr(part.config, "quantization_config")
+
+
+@pytest.mark.parametrize("where", ["model", "model.layers.0", "model.layers.0.mlp"])
+def test_save_pretrained_of_a_model_packed_in_part(tmp_path: Path, where: str) -> None:
+    """The part does not know the model, so `save_pretrained` has to look at the layers itself."""
+    model = sparsify(tiny.llama())
+    expected = logits(model)
+    sc.pack(model.get_submodule(where), memory=True)
+    model.save_pretrained(tmp_path / "a")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert [name for name, _ in packed_layers(loaded)] == [name for name, _ in packed_layers(model)]
+    assert torch.equal(logits(loaded), logits(model))
+    sc.unpack(model.get_submodule(where))
+    model.save_pretrained(tmp_path / "b")
+    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")), expected)
 
 
 def test_int8_values_and_dtypes(tmp_path: Path) -> None:
@@ -323,7 +409,7 @@ def test_damaged_packed_folders_do_not_load(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     config["quantization_config"]["version"] = 9
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="packed in version 9 of the format; this Secateur reads version 1"):
+    with pytest.raises(ModelError, match="has version 9 of the packed format; this Secateur reads versions 1 to 2"):
         sc.load(tmp_path / "a")
 
 
@@ -707,3 +793,19 @@ def test_other_libraries_save_their_models_themselves_unless_packed(tmp_path: Pa
     assert (tmp_path / "card" / "README.md").read_text() == "# Mine\n"
     sc.save(model, tmp_path / "packed")
     assert torch.equal(sc.load(tmp_path / "packed", into=Mixed()).up.weight, model.up.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_layers_of_zeros_alone_in_any_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = sparsify(tiny.llama()).to(dtype)
+    for name, parameter in model.named_parameters():
+        if "mlp" in name:
+            parameter.data.zero_()
+    expected = logits(model)
+    sc.save(model, tmp_path / "a")
+    loaded = sc.load(tmp_path / "a")
+    assert loaded.dtype == dtype
+    assert torch.allclose(logits(loaded), expected, atol=1e-2 if dtype == torch.float16 else 1e-12)
+    assert torch.equal(logits(sc.unpack(loaded)), expected)
+    loaded.save_pretrained(tmp_path / "b")
+    assert torch.equal(logits(sc.load(tmp_path / "b", packed=False)), expected)

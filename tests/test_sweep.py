@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from secateur.errors import SecateurError
 from secateur.lab.config import read_experiment
 from secateur.lab.runs import differing
 from secateur.lab.sweep import cells_of
+from secateur.lab.workers import Outcomes, Workers
+from tests import sweep_worker
 from tests.damage import damage, damages, refused
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +40,7 @@ every = 3
 evaluate_every = 6
 evaluation = 4
 """
+PRUNED = 'score = "magnitude"\nsparsity = 0.5\n'
 
 
 @pytest.fixture
@@ -66,8 +70,13 @@ def test_cells(tmp_path: Path) -> None:
         (BASE + "[axes]\nseed = 3", "must be a list"),
         (BASE + "[axes]\nsteps = [3]", "is in [base] and in [axes]"),
         (BASE + "[axes]\nsede = [3]", "Did you mean 'seed'?"),
-        (BASE + '[axes]\nregrow = ["gradiant"]', "Did you mean 'gradient'?"),
-        (BASE + '[axes]\nscope = ["models"]', "Did you mean 'model'?"),
+        (BASE + PRUNED + '[axes]\nregrow = ["gradiant"]', "Did you mean 'gradient'?"),
+        (BASE + PRUNED + '[axes]\nscope = ["models"]', "Did you mean 'model'?"),
+        (BASE + '[axes]\nscope = ["model", "layer"]', "scope would do nothing in any of its runs"),
+        (BASE + "until = 0.9\n" + PRUNED + "[axes]\nseed = [0]", "until would do nothing in any of its runs"),
+        (BASE + PRUNED + "[axes]\n", "has no [axes]"),
+        (BASE + PRUNED + '[axes]\npreset = ["as-publish"]', "Did you mean 'as-published'?"),
+        ("axes = [3]", "must be a table [axes], or several [[axes]]"),
         ('[base]\nrecipe = "nowhere.toml"\n[axes]\nseed = [0]', "Cannot read"),
     ],
 )
@@ -220,3 +229,144 @@ def test_on_a_ray_cluster_of_two_nodes(grid: Path, tmp_path: Path) -> None:
         cluster.shutdown()
     for cell in ("score=magnitude-seed=0", "score=variance-seed=0"):
         assert json.loads((tmp_path / "runs" / cell / "summary.json").read_text())["sparsity"] == 0.5
+
+
+def test_workers_that_fail_do_not_end_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [sweep_worker.job(tmp_path, how) for how in ("bad input", "well", "killed", "bug", "time is up")]
+    written: list[int] = []
+    outcomes = Outcomes(len(jobs), lambda: written.append(1))
+    Workers(3).run(jobs, sweep_worker.work, outcomes, None)
+    assert outcomes.ended == 5
+    assert outcomes.unfinished == ["time is up"]
+    assert len(written) == 1  # after the one that finished
+    assert sorted(outcomes.failed) == [
+        "bad input (No such score)",
+        f"bug (RuntimeError: shapes differ (see {tmp_path / 'bug' / 'error.txt'}))",
+        "killed (its process ended with code 9)",
+    ]
+    assert "in work" in (tmp_path / "bug" / "error.txt").read_text()
+    assert not (tmp_path / "bad input" / "error.txt").exists()
+    with pytest.raises(SecateurError, match="3 of 5 runs failed: "):
+        outcomes.check()
+    assert "well: perplexity 2.0000, 50.00% sparsity" in capsys.readouterr().err
+
+
+def test_no_more_at_a_time_than_asked_and_none_after_the_time(tmp_path: Path) -> None:
+    jobs = [sweep_worker.job(tmp_path / str(number), "well") for number in range(3)]
+    outcomes = Outcomes(3, lambda: None)
+    Workers(2).run(jobs, sweep_worker.work, outcomes, time.time() - 1)
+    assert outcomes.ended == 0
+    Workers(1).run(jobs[:2], sweep_worker.work, outcomes, time.time() + 600)
+    assert outcomes.ended == 2
+    (_, first), (second, _) = sorted(tuple(map(float, (job.folder / "times").read_text().split())) for job in jobs[:2])
+    assert first <= second
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
+def test_workers_end_with_their_parent(how: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.sweep_worker", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, env=environment) as process:
+        assert waited(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+        process.send_signal(how)
+    found = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    assert waited(lambda: not any(Path(f"/proc/{pid}").exists() and alive(pid) for pid in found))
+
+
+def waited(condition: Callable[[], bool], seconds: float = 120) -> bool:
+    """Whether it becomes true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that ended may still be listed until its parent asks for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_sweep_in_pieces_with_a_record(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stopped by the time, continued by two workers; then the folders are lost, and the record is enough."""
+    record = tmp_path / "record.json"
+    command = ["sweep", str(grid), "--cpu", "--numbers-only", "--checkpoint-every", "2", "--record", str(record)]
+    assert main([*command, "--out", str(tmp_path / "runs"), "--max-time", "0.001"]) == 0
+    assert "The time is up: 2 of 2 runs are not finished; the same command continues." in capsys.readouterr().out
+    assert not record.exists()
+    assert main([*command, "--out", str(tmp_path / "runs"), "--max-time", "600", "--workers", "2"]) == 0
+    assert f"secateur compare {record} --by score" in capsys.readouterr().out
+    found = json.loads(record.read_text())
+    assert sorted(run["settings"]["score"] for run in found["runs"]) == ["magnitude", "variance"]
+    assert found["baseline"] == "score=magnitude"
+    assert all(run["summary"]["epochs"] > 0 for run in found["runs"])
+    shutil.rmtree(tmp_path / "runs")
+    assert main([*command, "--out", str(tmp_path / "other")]) == 0
+    assert "2 runs, 2 of them in the record already" in capsys.readouterr().err
+    assert not list(tmp_path.glob("other/*"))
+    assert main(["compare", str(record)]) == 0
+
+
+def test_a_record_grows_with_every_run_and_continues(grid: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    command = ["sweep", str(grid), "--cpu", "--record", str(record), "--out"]
+    for part, count in (("2/2", 1), ("1/2", 2)):
+        assert main([*command, str(tmp_path / part[0]), "--part", part]) == 0
+        assert len(json.loads(record.read_text())["runs"]) == count
+
+
+def test_blocks_of_axes_add_up(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    path.write_text(
+        BASE + '[[axes]]\nscore = ["dense", "bitter7"]\nsparsity = [0.5]\nseed = [0, 1]\n'
+        '[[axes]]\nscore = ["bitter7"]\nsparsity = [0.5, 0.8]\nbudget = ["extended"]\nseed = [0]\n'
+        '[[axes]]\nscore = ["bitter7"]\nsparsity = [0.5]\nseed = [1]\n'
+    )
+    axes, cells = cells_of(path)
+    assert axes == ["score", "sparsity", "budget"]
+    assert [cell.name for cell in cells] == [
+        "score=dense-seed=0",
+        "score=dense-seed=1",
+        "score=bitter7-sparsity=0.5-seed=0",
+        "score=bitter7-sparsity=0.5-seed=1",
+        "score=bitter7-sparsity=0.5-budget=extended-seed=0",
+        "score=bitter7-sparsity=0.8-budget=extended-seed=0",
+    ]
+
+
+def test_a_setting_of_all_cells(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert {cell.experiment.steps for cell in cells_of(grid, {"steps": 5, "lr": 0.1})[1]} == {5}
+    assert "--set score: " in refused(capsys, main(["sweep", str(grid), "--set", "score=variance"]))
+    assert "Did you mean 'steps'?" in refused(capsys, main(["sweep", str(grid), "--set", "step=3"]))
+
+
+def test_a_dry_run_tries_every_cell_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "grid.toml"
+    axes = '[axes]\nscore = ["dense", "magnitude"]\nsparsity = [0.5]\nscope = ["model", "layer"]\nseed = [0, 1]\n'
+    path.write_text(BASE + axes)
+    assert main(["sweep", str(path), "--cpu", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "score=dense-seed=0: ok: gpt-2x32 (all 2 layers), dense"
+    assert lines[1].startswith(
+        "score=magnitude-sparsity=0.5-scope=model-seed=0: ok: gpt-2x32 (all 2 layers), magnitude"
+    )
+    assert lines[1].endswith("12,288 of 24,576 weights pruned, as asked")
+    assert lines[-1] == "6 runs, 72 steps, 0.0 M tokens or images in all"
+    assert len(lines) == 4
+    assert not (tmp_path / "sweeps").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpus", "1"], "--cpus and --gpus go with --engine ray"),
+        (["--engine", "ray", "--workers", "2"], "--workers does not go with --engine ray"),
+        (["--max-time", "0"], "--max-time must be a number of seconds above 0"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    words: list[str], said: str, grid: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(capsys, main(["sweep", str(grid), *words]))

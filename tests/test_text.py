@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from secateur.errors import SecateurError, TextError
-from secateur.integrations import text as texts
+from secateur.integrations import pieces
 from secateur.integrations.text import check_apart, read_text, split, windows
 from tests import tiny
 
@@ -143,11 +143,11 @@ def test_windows_are_consecutive_and_whole(caplog: pytest.LogCaptureFixture) -> 
 def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch, prefix: bool, piece: int) -> None:
     tokenizer = tiny.tokenizer(prefix=prefix)
     whole = windows(tokenizer, PROSE, 16)
-    monkeypatch.setattr(texts, "PIECE", piece)
-    monkeypatch.setattr(texts, "AROUND", 10)
+    monkeypatch.setattr(pieces, "PIECE", piece)
+    monkeypatch.setattr(pieces, "AROUND", 10)
     read: list[int] = []
-    encode = texts._encode
-    monkeypatch.setattr(texts, "_encode", lambda *given: read.append(len(given[1])) or encode(*given))
+    encode = pieces._encode
+    monkeypatch.setattr(pieces, "_encode", lambda *given: read.append(len(given[1])) or encode(*given))
     assert torch.equal(windows(tokenizer, PROSE, 16), whole)
     assert max(read) <= piece
     read.clear()
@@ -156,7 +156,7 @@ def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch, pr
 
 
 def test_text_without_spaces_is_cut_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "PIECE", 50)
+    monkeypatch.setattr(pieces, "PIECE", 50)
     assert windows(tiny.tokenizer(), "a" * 500, 10).shape == (50, 10)
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import namedtuple
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ from secateur.lab.checkpoint import RunFolder
 from secateur.lab.config import Experiment, read_experiment
 from secateur.lab.run import run
 from secateur.lab.trainer import Execution, Trainer, dry_run
+from secateur.optim import PRESETS
+from secateur.pruner import Pruner
 from tests.damage import damage, damages, hostile_pickle, refused, small_disk
+from tests.processes import Done, run_ranks
 
 ROOT = Path(__file__).parent.parent
 SMALL = Experiment(
@@ -72,7 +76,7 @@ def test_compiled_or_not_is_the_same_but_for_rounding(tmp_path: Path) -> None:
     before = graphs["unique_graphs"]
     found = {}
     for name, settings in {"plain": {}, "compiled": {"compile": True}, "other": {"compile": True, "seed": 1}}.items():
-        experiment = replace(SMALL, **settings)
+        experiment = replace(SMALL, model="gpt-1x32", **settings)  # one layer: half as much to compile
         found[name] = run(Trainer(experiment, HOW), RunFolder(tmp_path / name, experiment, ""))
     assert graphs["unique_graphs"] == before + 1
     assert found["compiled"]["held_out_loss"] == pytest.approx(found["plain"]["held_out_loss"], rel=1e-4)
@@ -159,6 +163,109 @@ def test_micro_batches_give_the_same_step() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamwprune"])
+def test_fp16_with_scaled_gradients(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As good as fp32, continued to the bit, with the scale; a step whose gradients overflow is skipped."""
+    experiment = replace(SMALL, precision="fp16", optimizer=optimizer)
+    whole = Trainer(experiment, HOW)
+    assert whole.scaler is not None
+    seen: list[torch.Tensor] = []
+    whole.model.register_forward_hook(lambda *arguments: seen.append(arguments[2].detach()))
+    found = run(whole, RunFolder(tmp_path / "whole", experiment, ""))
+    assert seen[0].dtype == torch.float16
+    plain = run(Trainer(replace(SMALL, optimizer=optimizer), HOW), RunFolder(tmp_path / "fp32", SMALL, ""))
+    assert found["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=0.02)
+    assert found["pruned"] == plain["pruned"]
+    folder = RunFolder(tmp_path / "broken", experiment, "")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.amp.GradScaler, "__init__", partialmethod(torch.amp.GradScaler.__init__, init_scale=2.0))
+        run(Trainer(experiment, replace(HOW, max_seconds=0.0)), folder)
+    again = Trainer(experiment, HOW)
+    assert again.scaler is not None
+    assert folder.checkpoint is not None
+    again.load(folder.checkpoint)
+    assert again.scaler.get_scale() == 2.0
+    again.scaler.load_state_dict({**again.scaler.state_dict(), "scale": 1e38})  # every gradient overflows
+    before = weights(again)
+    again.step()
+    assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in before.items())
+    assert again.scaler.get_scale() == pytest.approx(5e37)
+
+
+def test_fp16_is_refused_for_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(SMALL, HOW)
+    trainer.experiment = replace(SMALL, precision="fp16")
+    monkeypatch.setattr(Trainer, "sharded", True)
+    with pytest.raises(SecateurError, match="fp16 does not work with a sharded model. Use bf16."):
+        trainer._build_scaler()
+
+
+def test_a_checkpoint_from_before_fp16_is_read(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", SMALL, "")
+    run(Trainer(SMALL, replace(HOW, max_seconds=0.0)), folder)
+    path = tmp_path / "run" / "checkpoint" / "state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in state.items() if name not in ("scale", "growth")}))
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    old = {name: value for name, value in config.items() if name not in ("preset", "prunable", "spam_theta")}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(old))
+    trainer = Trainer(SMALL, replace(HOW, max_seconds=0.0))
+    run(trainer, RunFolder(tmp_path / "run", SMALL, ""))
+    assert trainer.progress.step == 2
+
+
+def test_steps_and_shares_mean_the_same() -> None:
+    shares = Experiment(**PRUNED, steps=400, begin=0.25, end=0.75, warmup=0.1, regrow="random", until=0.9)
+    steps = Experiment(**PRUNED, steps=400, begin=100, end=300, warmup=40, regrow="random", until=360)
+    assert shares.ramp() == steps.ramp()
+    assert (shares.until_step, shares.warmup_steps) == (steps.until_step, steps.warmup_steps) == (360, 40)
+    assert [shares.rate(step) for step in (1, 40, 41, 400)] == [steps.rate(step) for step in (1, 40, 41, 400)]
+    assert Experiment(**PRUNED, end=1).end_step == 1000  # all of the steps, not the first
+    assert Experiment(warmup=1).warmup_steps == 1
+    longer = Experiment(score="bitter7", sparsity=0.5, budget="extended", end=1600)
+    assert (longer.end_step, longer.steps_taken) == (1600, 1700)
+
+
+def test_settings_of_spam_by_name() -> None:
+    assert Experiment().spam_settings is None
+    assert Experiment(optimizer="adamwspam").spam_settings == PRESETS["paper"]
+    found = Experiment(optimizer="adamwprune", spam="adamwprune", spam_theta=9.0, spam_spike=0.0).spam_settings
+    assert found == replace(PRESETS["adamwprune"], theta=9.0, spike=None)
+    optimizer: Any = Experiment(optimizer="adamwspam", spam_quiet=7).build_optimizer(torch.nn.Linear(2, 2))
+    assert optimizer.spam.quiet == 7
+    words = options("--set", "optimizer=adamwspam", "--set", "spam_floor=0.5", "--set", "spam_warm_decay=true")
+    assert read_experiment(None, words).spam_settings == replace(PRESETS["paper"], floor=0.5, warm_decay=True)
+
+
+def test_a_dry_run_counts_the_pruned_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings in ({}, {"scope": "row"}, {"score": "bitter4"}, {"pattern": "2:4", "sparsity": 0.0}):
+        assert ", as asked" in dry_run(replace(SMALL, **settings), cpu=True)
+    real = Pruner.report
+    monkeypatch.setattr(Pruner, "report", lambda self: replace(real(self), tensors=real(self).tensors[1:]))
+    with pytest.raises(SecateurError, match=r"of 21,504 weights were pruned, but a sparsity of 0.6 means 12,902"):
+        dry_run(SMALL, cpu=True)
+
+
+def test_a_dry_run_of_a_model_that_does_not_fit_has_fewer_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: namedtuple("Memory", "available")(800_000))
+    assert "gpt-4x32 (2 of 4 layers: all of them need 0.0 GB, and 0.0 GB are free)" in dry_run(
+        replace(SMALL, model="gpt-4x32"), cpu=True
+    )
+
+
+def test_the_time_limit_is_of_one_call(tmp_path: Path) -> None:
+    """A run that already took longer than the limit goes on for that long again."""
+    folder = RunFolder(tmp_path / "run", SMALL, "")
+    run(Trainer(SMALL, replace(HOW, max_seconds=0.0)), folder)
+    state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_text())
+    (tmp_path / "run" / "checkpoint" / "state.json").write_text(json.dumps({**state, "seconds": 900.0}))
+    summary = run(Trainer(SMALL, replace(HOW, max_seconds=300.0)), folder)
+    assert (summary["steps"], summary["seconds"] > 900) == (20, True)
+    assert summary["train_size"] > summary["seen"]
+    assert 0 < summary["epochs"] < 1
+    assert summary["peak_bytes"] > 1e7
+
+
 def test_time_runs_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", SMALL, "")
     summary = run(Trainer(SMALL, replace(HOW, max_seconds=0.0)), folder)
@@ -189,14 +296,18 @@ def test_a_folder_of_another_experiment_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path / "mine", SMALL, "")
 
 
-def launched(processes: int, what: list[str], out: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """`secateur train` of SMALL on several processes; `what` is run by torchrun."""
+def words_for(out: Path, **settings: Any) -> list[str]:
+    """The words of `secateur train` for SMALL."""
     words = {key: getattr(SMALL, key) for key in ("model", "steps", "batch", "context", "warmup", "every")}
     words |= {"evaluate_every": 10, "evaluation": 6, "score": "variance", "sparsity": 0.6, **settings}
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", *what]
     rest = ["train", "--cpu", "--tracker=none", "--checkpoint-every=6", f"--out={out}"]
-    command = [sys.executable, *launch, *rest, *(f"--set={key}={value}" for key, value in words.items())]
-    return subprocess.run(command, timeout=180, cwd=ROOT, capture_output=True, text=True)
+    return [*rest, *(f"--set={key}={value}" for key, value in words.items())]
+
+
+def in_shards(out: Path, dies_after: int = -1, **settings: Any) -> Done:
+    """`secateur train` of SMALL on two processes, with FSDP2."""
+    log = out.with_suffix(".log")
+    return run_ranks(2, "tests.fsdp_worker", *words_for(out, **settings), log=log, DIES_AFTER=f"{dies_after}")
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
@@ -204,8 +315,14 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     qualities = []
     for processes in (1, 2):
         out = tmp_path / str(processes)
-        done = launched(processes, ["-m", "secateur"], out)
-        assert done.returncode == 0, done.stderr
+        if processes == 1:
+            done = run_ranks(1, "secateur", *words_for(out), log=tmp_path / "log")
+            assert done.well, done.said
+        else:
+            torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "secateur"]
+            command = [sys.executable, "-m", *torchrun, *words_for(out)]  # as users launch it
+            launched = subprocess.run(command, timeout=180, cwd=ROOT, capture_output=True, text=True, check=False)
+            assert launched.returncode == 0, launched.stderr
         summary = json.loads((out / "summary.json").read_text())
         assert summary["processes"] == processes
         assert summary["pruned"] == round(0.6 * summary["prunable"])
@@ -224,32 +341,26 @@ def test_a_process_without_held_out_windows_judges_nothing(monkeypatch: pytest.M
     assert shares == [[1], []]
 
 
-def test_averages_in_shards_are_those_that_are_judged_and_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    settings = {"model": "lenet5", "data": "digits", "batch": 32, "evaluation": "none"}
-    done = launched(2, ["tests/fsdp_worker.py"], tmp_path / "run", **settings)
-    assert done.returncode == 0, done.stderr
+def test_averages_in_shards_are_those_that_are_judged_and_saved(tmp_path: Path) -> None:
+    settings = {"model": "lenet5", "data": "digits", "batch": 32, "context": 128, "evaluation": "none"}
+    done = in_shards(tmp_path / "run", **settings)
+    assert done.well, done.said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    experiment = replace(SMALL, model="lenet5", data="digits", batch=32, evaluation=None)
+    experiment = replace(SMALL, model="lenet5", data="digits", batch=32, context=128, evaluation=None)
     alone = Trainer(experiment, Execution(cpu=True, micro_batch=16))
     alone.model.load_state_dict(load_file(tmp_path / "run" / "best" / "model.safetensors"))
     assert summary["held_out_loss"] == pytest.approx(alone.evaluate()["held_out_loss"], rel=1e-6)
 
 
-def test_shards_train_as_one_and_go_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_train_as_one_and_go_on_to_the_same_bits(tmp_path: Path) -> None:
     """FSDP2 by Accelerate, with nine held-out windows: two batches for one process, one for the other."""
-    sharded = ["tests/fsdp_worker.py"]
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for name in ("whole", "killed"):
-        monkeypatch.setenv("DIES_AFTER", "13" if name == "killed" else "-1")
-        done = launched(2, sharded, tmp_path / name, evaluation=9)
-        assert (done.returncode == 0) == (name == "whole"), done.stderr
+    done = in_shards(tmp_path / "whole", evaluation=9)
+    assert done.well, done.said
+    done = in_shards(tmp_path / "killed", dies_after=13, evaluation=9)
+    assert 9 in done.codes, done.said
     assert not (tmp_path / "killed" / "summary.json").exists()
-    monkeypatch.setenv("DIES_AFTER", "-1")
-    done = launched(2, sharded, tmp_path / "killed", evaluation=9)
-    assert done.returncode == 0, done.stderr
+    done = in_shards(tmp_path / "killed", evaluation=9)
+    assert done.well, done.said
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
     whole, killed = (load_file(tmp_path / name / "best" / "model.safetensors") for name in ("whole", "killed"))
     assert [name for name in whole if not torch.equal(whole[name], killed[name])] == []
@@ -288,19 +399,25 @@ def test_the_names_of_the_seeds() -> None:
     }
     assert options("--pruning-method", "state") == {"score": "bitter0"}
     assert options("--pruning-method", "movement", "--set", "lr=3e-4") == {"score": "movement", "lr": 3e-4}
-    none = {"score": None, "sparsity": 0.0, "pattern": None, "regrow": None}
-    assert options("--pruning-method", "none") == none
+    assert options("--pruning-method", "none") == {"score": None}
     with pytest.raises(SecateurError, match="goes with --pruning-method state"):
         options("--variant", "bitter3", "--pruning-method", "magnitude")
 
 
 def test_the_extended_budget_is_the_seeds() -> None:
-    for score, steps in (("bitter2", 1210), ("bitter3", 1300), ("bitter7", 1000), ("magnitude", 1000)):
+    more = {"bitter2": 1210, "bitter3": 1300, "bitter3(eps=1e-6)": 1300, "bitter4": 1300, "bitter7": 1700}
+    for score, steps in more.items():
         experiment = Experiment(score=score, sparsity=0.5, budget="extended")
         assert experiment.steps_taken == steps
         assert experiment.ramp().end == 800  # type: ignore[union-attr]
         assert experiment.rate(steps) == pytest.approx(1e-4)
     assert Experiment(score="bitter3", sparsity=0.5).steps_taken == 1000
+    for score in ("magnitude", "bitter0", "bitter8", "variance"):
+        with pytest.raises(SecateurError, match="budget does nothing for this score: AdamWPrune gave it no more steps"):
+            Experiment(score=score, sparsity=0.5, budget="extended")
+
+
+PRUNED = {"score": "variance", "sparsity": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -308,16 +425,36 @@ def test_the_extended_budget_is_the_seeds() -> None:
     [
         ({"optimizer": "adamm"}, "Did you mean 'adam"),
         ({"model": "gpt3"}, "No model 'gpt3'. Did you mean 'gpt2'?"),
-        ({"sparsity": 0.5}, "do nothing without a score"),
+        ({"sparsity": 0.5}, "sparsity does nothing without a score"),
         ({"score": "variance"}, "needs a sparsity above 0"),
         ({"score": "varianc", "sparsity": 0.5}, "varianc"),
-        ({"begin": 0.9}, "begin and end must be fractions"),
+        ({**PRUNED, "begin": 0.9}, "begin and end must be fractions"),
+        ({**PRUNED, "begin": 900}, "begin and end must be fractions"),
+        ({**PRUNED, "end": 1001}, "in a run of 1000 steps"),
+        ({**PRUNED, "end": 100.5}, "end must be a fraction of the steps or a whole number of them"),
+        ({"scope": "layer"}, "scope does nothing without a score"),
+        ({"allocation": "erk", "end": 0.9}, "end, allocation do nothing without a score"),
+        ({"skip": ["head"]}, "skip does nothing without a score"),
+        ({"optimizer": "sgd", "beta1": 0.8}, "beta1 does nothing with sgd"),
+        ({**PRUNED, "schedule": "constant", "begin": 0.2}, "begin does nothing with schedule constant"),
+        ({"score": "variance", "pattern": "2:4", "end": 0.9}, "end does nothing with a pattern alone"),
+        ({**PRUNED, "drop": 0.1}, "drop does nothing without regrow"),
+        ({"model": "lenet5", "data": "digits", "context": 64}, "context does nothing with a model of images"),
+        ({"spam_theta": 50}, "spam_theta does nothing without spam"),
+        ({"optimizer": "adamwspam", "spam_warmup": 900}, "warmup=900 is longer than every=500"),
+        ({"preset": "as-published"}, "is of AdamWPrune's scores"),
+        ({**PRUNED, "preset": "as-published"}, "not of score 'variance'"),
+        ({**PRUNED, "preset": "published"}, "There is no preset 'published'. Did you mean 'as-published'?"),
+        ({"precision": "fp8"}, "Use one of fp32, bf16, fp16."),
         ({"score": "variance", "sparsity": 0.5, "regrow": "random"}, "Set until to more than end"),
         ({"spam": "paper"}, "spam goes with adamwspam"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"lr": -1}, "lr must be between 0"),
         ({"beta2": 1.5}, "beta2 must be between"),
-        ({"regrow": "gradient"}, "do nothing without a score"),
+        ({"regrow": "gradient"}, "regrow does nothing without a score"),
+        ({"mask_gradients": True}, "mask_gradients does nothing without a score"),
+        ({"mask_gradients": True, **PRUNED, "clip": 0}, "mask_gradients does nothing without clipping"),
+        ({"mask_gradients": True, **PRUNED, "regrow": "gradient", "until": 0.9}, "ranks pruned weights"),
         ({"learning_rate": 1e-3}, "no setting 'learning_rate'"),
     ],
 )
@@ -325,6 +462,17 @@ def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(SecateurError) as error:
         read_experiment(None, changes)
     assert said in str(error.value)
+
+
+def test_masked_gradients_change_a_run_only_by_clipping() -> None:
+    pruned = replace(SMALL, steps=4, evaluate_every=4, every=1, begin=0.0, end=0.1, sparsity=0.8)
+    losses = {
+        (clip, masked): Trainer(replace(pruned, clip=clip, mask_gradients=masked), HOW).train()["held_out_loss"]
+        for clip in (1e3, 0.01)
+        for masked in (False, True)
+    }
+    assert losses[1e3, False] == losses[1e3, True]
+    assert losses[0.01, False] != losses[0.01, True]
 
 
 def test_model_and_data_must_go_together() -> None:
@@ -394,7 +542,7 @@ def test_a_ruined_model_is_never_the_best(tmp_path: Path, monkeypatch: pytest.Mo
         "evaluate",
         lambda self: {**real(self), **({"held_out_loss": math.nan} if self.progress.step == 20 else {})},
     )
-    trainer = Trainer(replace(SMALL, score=None, sparsity=0.0), HOW)
+    trainer = Trainer(replace(SMALL, score=None, sparsity=0.0, every=20), HOW)
     run(trainer, RunFolder(tmp_path / "run", trainer.experiment, ""))
     assert math.isfinite(trainer.progress.best)
 

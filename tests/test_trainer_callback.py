@@ -304,6 +304,32 @@ def test_variance_says_what_would_work_with_an_optimizer_without_variances(optim
         trainer(tmp_path, PrunerCallback(), optim=optim).train()
 
 
+@pytest.mark.filterwarnings("default")  # what torchao and torch.compile say about each other
+@pytest.mark.parametrize(("optim", "package"), [("adamw_torch_8bit", "torchao"), ("adamw_bnb_8bit", "bitsandbytes")])
+def test_optimizers_with_8_bit_state(optim: str, package: str, tmp_path: Path) -> None:
+    """Their state is codes, from which `variance` reads; a run resumed in the middle of the ramp ends with its bits."""
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    settings = {"sparsity": 0.6, "begin": 0.1, "end": 0.8}
+
+    def wide() -> Any:
+        torch.manual_seed(0)
+        return tiny.llama(num_hidden_layers=1, hidden_size=64, intermediate_size=128)  # smaller tensors stay in fp32
+
+    whole = trainer(tmp_path, PrunerCallback(**settings), wide(), optim=optim)
+    whole.train()
+    pruner = callback_of(whole).pruner
+    assert zeros(whole.model, pruner.masks) == pytest.approx(0.6, abs=1e-3)
+    values = [value for state in whole.optimizer.state.values() for value in state.values()]
+    kinds = {type(value).__name__ if package == "torchao" else getattr(value, "dtype", None) for value in values}
+    assert kinds & {"OptimState8bit", torch.uint8}
+    resumed = trainer(tmp_path, PrunerCallback(**settings), wide(), optim=optim)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
+    for (name, mine), theirs in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+    masks = callback_of(resumed).pruner.masks
+    assert all(torch.equal(mask, masks[name]) for name, mask in pruner.masks.items())
+
+
 def test_the_default_optimizer_is_fused() -> None:
     assert transformers.TrainingArguments("unused").optim == "adamw_torch_fused"
 

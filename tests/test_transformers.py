@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from secateur.errors import ModelError, SecateurError
 from secateur.inference import saving
 from secateur.integrations import evaluation, smollm2
+from secateur.integrations import folder as folder_module
 from secateur.integrations import transformers as hf
 from tests import tiny
 from tests.test_api import run_blocked
@@ -106,9 +109,30 @@ def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("We couldn't connect")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
+    monkeypatch.setattr(socket, "create_connection", lambda *given: io.BytesIO())
     message = r"user/model cannot be loaded \(there is no such folder, so it was looked up on .* hub\): We couldn't"
     with pytest.raises(ModelError, match=message):
         hf.load("user/model")
+
+
+def test_a_hub_that_no_name_leads_to_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    def refuse(*given: Any, **options: Any) -> Any:
+        raise OSError("Name or service not known")
+
+    def never(*given: Any, **options: Any) -> Any:
+        raise AssertionError("asked all the same")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(folder_module, "getproxies", dict)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", never)
+    with pytest.raises(
+        ModelError, match=r"no folder nosuch, no model .* in the cache .* cannot be reached .*not known"
+    ):
+        hf.load("nosuch")
+    with pytest.raises(ModelError, match="neither a folder nor a name on the Hugging Face hub"):
+        hf.load("no such")
 
 
 def test_smollm2_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_help_takes_less_than_half_a_second() -> None:
         assert shell("--help").returncode == 0
         return time.perf_counter() - began
 
-    assert min(seconds() for _ in range(5)) < 0.5
+    assert any(seconds() < 0.5 for _ in range(5))  # the best of five; the first is mostly enough
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -7,10 +7,12 @@ draws docs/figures anew; `python -m tools.tables` writes the tables.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from secateur.bench import patterns
 from secateur.files import write
 from secateur.lab.compare import BASELINE, Comparison, Entry, best_first, compare, mean_quality, noise, written
 from secateur.lab.plots import cost_by_sparsity, differences
@@ -146,6 +148,9 @@ def main() -> None:
     for name, path in records().items():
         write(FIGURES / f"{name}.svg", picture(comparison(path)) + "\n")
         print(FIGURES.relative_to(ROOT) / f"{name}.svg")
+    for path in sorted(results_folder().glob("patterns_*.json"))[-1:]:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        write(FIGURES / "patterns.svg", patterns.picture(cells) + "\n")
     write(FIGURES / "headline.svg", headline(comparison(records()[f"{PREFIX}gpt-small-scores"])) + "\n")
 
 

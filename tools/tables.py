@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import secateur
-from secateur.bench import accuracy, decode, pace, probe, quality, scale, select, step, train
+from secateur.bench import accuracy, decode, pace, patterns, probe, quality, scale, select, step, train
 from secateur.files import write
 from secateur.lab.record import ROOT, results_folder
 from secateur.report import markdown_table
 from secateur.scores import resolve
-from tools import procedure_tables, results
+from tools import claims, finetune_campaign, finetune_rivals, finetune_tables, procedure_tables, results
 
 NOT_YET = "not measured yet"
 CPU, GPU = "cpu", "gpu"
@@ -157,6 +157,18 @@ def decode_tables(record: Record) -> list[str]:
     return [markdown_table(*decode.table(record["cells"])), "\n".join(f"- {line}" for line in lines if line)]
 
 
+def pattern_tables(record: Record) -> list[str]:
+    cells = record["cells"]
+    lines = [
+        quality.windows({**record, "windows": patterns.numbers(record["windows"])}),
+        patterns.conclusion(cells),
+        f"Packed layers are computed by: {record['kernel']}.",
+        f"Load of the machine when it began: {record['load_at_start']}.",
+    ]
+    shown = "\n".join(f"- {line}" for line in lines if line)
+    return [markdown_table(*patterns.table(cells)), "![patterns](figures/patterns.svg)", shown]
+
+
 def train_part() -> str:
     """Both modes from one run; failing that, from a run of each."""
     whole = part("train", GPU, train_tables)
@@ -176,6 +188,26 @@ def scores_table() -> str:
     return markdown_table(("score", "formula", "reads", "options"), rows).replace("---:", "---")
 
 
+def stream_part() -> str:
+    """Streaming a dataset, by a tokenizer and by bytes."""
+    found = [one for theme in ("data-stream", "data-stream-byte") if (one := newest(theme, CPU))]
+    return "\n\n".join([*claims.stream_tables(found), *map(source, found)]) if found else NOT_YET
+
+
+def campaign_tables(record: Record) -> list[str]:
+    """The fine-tuning campaign: its table, its figure if there is one, and what was asked beside what was found."""
+    cells = record["cells"]
+    picture = (
+        f"![fine-tuning campaign](figures/{finetune_tables.FIGURE.name})" if finetune_tables.FIGURE.exists() else ""
+    )
+    bars = "\n".join(f"- {line}" for line in finetune_tables.bars(cells))
+    return [one for one in (markdown_table(*finetune_tables.table(cells)), picture, bars) if one]
+
+
+def rivals_tables(record: Record) -> list[str]:
+    return [markdown_table(*finetune_rivals.rows(record["cells"])), finetune_rivals.noise(record["cells"])]
+
+
 def procedure_part(table: Callable[[list[Record]], str]) -> str:
     """A table of the newest record of every run of GradProbe's procedure."""
     themes = {path.stem.partition("_")[0] for path in results_folder().glob("procedure-*.json")}
@@ -188,10 +220,17 @@ PARTS: dict[str, Callable[[], str]] = {
         "accuracy", CPU, lambda found: [markdown_table(*accuracy.table(found["results"], found["updates"]))]
     ),
     "demo": lambda: part("demo", CPU, lambda found: [markdown_table(found["header"], found["rows"])]),
+    "claims": claims.full_tables,
+    "claims-headline": claims.headline_table,
     "cost": cost_table,
+    "data-stream": stream_part,
     "decode": lambda: part("decode", CPU, decode_tables),
     "decode-model": lambda: part("decode-model", CPU, decode_tables),
+    "forms": lambda: part("small-claims", CPU, claims.forms_tables),
+    finetune_campaign.THEME: lambda: part(finetune_campaign.THEME, GPU, campaign_tables),
+    finetune_rivals.THEME: lambda: part(finetune_rivals.THEME, CPU, rivals_tables),
     "pace": lambda: part("pace", GPU, pace_tables),
+    "patterns": lambda: part("patterns", CPU, pattern_tables),
     "probe": lambda: part(
         "probe",
         GPU,

@@ -14,5 +14,6 @@ NAMES = {
     "probe": "calibration, the joint probe and five pruning rounds on a large model: time and memory",
     "quality": "perplexity of a language model pruned after training by every method",
     "decode": "what zeros buy in inference on this device: dense and packed time of one input, by layer and in all",
+    "patterns": "perplexity beside tokens/s of a language model pruned to n:m patterns and without one",
     "demo": "the table of `secateur demo`, recorded",
 }

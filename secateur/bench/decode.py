@@ -1,9 +1,10 @@
 """Measure what zeros buy in inference on this device: dense and packed time of one input, by layer shape and in all.
 
-Without a model, layers are made up. With one, its own zeros are measured (or those that --sparsity makes by magnitude),
-then whole decoding steps at batch 1. Dense and packed calls alternate, on copies that together exceed the caches. Times
-are the smallest of all calls, since other work on the machine can only make a call longer; the ratio of the medians
-stands beside. No ratio is given where the outputs differ.
+Without a model, layers are made up; on a GPU those are layers of large models, each with its bar, and --whole decodes
+with a model of the shape of Mistral-7B and random weights. With a model, its own zeros are measured (or those that
+--sparsity makes by magnitude), then whole decoding steps at batch 1. Dense and packed calls alternate, on copies that
+together exceed the caches. Times are the smallest of all calls, since other work on the machine can only make a call
+longer; the ratio of the medians stands beside. No ratio is given where the outputs differ.
 
 Example: secateur bench decode smollm2 --device cpu --threads 2 --sparsity 0.8 --dtype bfloat16
 """
@@ -15,18 +16,21 @@ import copy
 import re
 import time
 from collections.abc import Sequence
+from itertools import product
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from secateur.bench import decode_gpu
 from secateur.bench.measuring import ratio, synchronize
 from secateur.errors import SecateurError
 from secateur.inference import cpu
 from secateur.inference.packed import PackedLinear, linear_layers, pack
 from secateur.inference.timing import compare
 from secateur.integrations.folder import load
+from secateur.kernels import reason_against
 from secateur.lab import record
 from secateur.report import text_table
 
@@ -48,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, save."""
     if options.threads:
         torch.set_num_threads(options.threads)
+    if options.whole or (options.device.type == "cuda" and not options.model):
+        return _on_gpu(options)
     data = _of_model(options) if options.model else _of_shapes(options)
     print(text_table(*table(data["cells"])))
     for line in summary(data):
@@ -56,10 +62,34 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _on_gpu(options: argparse.Namespace) -> int:
+    """Large layers against cuBLAS, or a whole decoder; the record is written again after each case."""
+    if options.model or options.int8 or options.sparsity:
+        raise SecateurError("--whole and GPUs have their own cases: leave out MODEL, --int8 and --sparsity.")
+    data: dict[str, Any] = {"kernel": kernel(options.device), "cells": [], "whole": []}
+    theme = "decode-whole" if options.whole else "decode"
+    dtypes = [getattr(torch, dtype) for dtype in options.dtype or ["bfloat16"]]
+    if options.whole:
+        for dtype, case in product(dtypes, decode_gpu.WHOLE_CASES):
+            step = decode_gpu.measure_whole(options.whole, case, dtype, options.device, options.tokens)
+            data["whole"].append(step)
+            print(*decode_gpu.whole_lines([step]), flush=True)
+            path = record.save(theme, data, options, options.device)
+    else:
+        shapes = [_shape(text) for text in options.shapes or decode_gpu.SHAPES]
+        for shape, dtype, case in product(shapes, dtypes, decode_gpu.CASES):
+            data["cells"].append(decode_gpu.measure(shape, case, dtype, options.device, decode_gpu.CALLS))
+            path = record.save(theme, data, options, options.device)
+        print(text_table(*decode_gpu.table(data["cells"])))
+    print(path)
+    return 0
+
+
 def kernel(device: torch.device) -> str:
     """What computes packed layers on this device."""
     if device.type != "cpu":
-        return "the kernels of this device"
+        reason = reason_against(device)
+        return "Triton kernels" if reason is None else f"plain torch: {reason}"
     found = cpu.library()
     if cpu.off():
         return "plain torch (SECATEUR_KERNELS=off)"
@@ -99,7 +129,7 @@ def measure(layer: nn.Linear, calls: int, *, int8: bool = False) -> dict[str, An
     weight = layer.weight.detach()
     packed = PackedLinear.from_linear(layer, int8=int8).eval()
     generator = torch.Generator(weight.device).manual_seed(1)
-    x = torch.randn((1, layer.in_features), generator=generator, device=weight.device).to(weight.dtype)
+    x = torch.randn((1, packed.in_features), generator=generator, device=weight.device).to(weight.dtype)
     found = compare(layer, packed, x, exact=not int8, most=calls, seconds=SECONDS)
     return {
         "shape": "x".join(map(str, weight.shape)),
@@ -159,19 +189,9 @@ def measure_steps(model: Any, tokens: int) -> dict[str, Any]:
     device = next(model.parameters()).device
     size = model.get_input_embeddings().num_embeddings
     ids = torch.randint(size, (1, PROMPT + tokens), generator=torch.Generator().manual_seed(0)).to(device)
-    forms = (model, other)
-    caches = [one(ids[:, :PROMPT], use_cache=True).past_key_values for one in forms]
-    times: tuple[list[float], list[float]] = [], []
-    logits: tuple[list[Tensor], list[Tensor]] = [], []
-    for place in range(PROMPT, PROMPT + tokens):
-        for one, cache, taken, found in zip(forms, caches, times, logits, strict=True):
-            synchronize(device)
-            began = time.perf_counter()
-            found.append(one(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits.float())
-            synchronize(device)
-            taken.append(round((time.perf_counter() - began) * 1e3, 3))
+    times, logits = steps_in_turns((model, other), ids)
     exact = copy.deepcopy(model).float()(ids).logits[:, PROMPT:]
-    dense, packed = (float((torch.cat(found, 1) - exact).norm() / exact.norm()) for found in logits)
+    dense, packed = (relative_error(found, exact) for found in logits)
     packable = {name for name, _, reason in linear_layers(model) if not reason}
     rows = [row for row in report.layers if row.name in packable]
     weights = sum(row.shape[0] * row.shape[1] for row in rows)
@@ -188,6 +208,26 @@ def measure_steps(model: Any, tokens: int) -> dict[str, Any]:
         "packed_error": packed,
         "right": packed <= FURTHER * dense + BESIDES,
     }
+
+
+def steps_in_turns(models: Sequence[Any], ids: Tensor) -> tuple[list[list[float]], list[Tensor]]:
+    """Milliseconds of every decoding step of each model, all models in turns on the same tokens, and their logits."""
+    caches = [one(ids[:, :PROMPT], use_cache=True).past_key_values for one in models]
+    times: list[list[float]] = [[] for _ in models]
+    logits: list[list[Tensor]] = [[] for _ in models]
+    for place in range(PROMPT, ids.shape[1]):
+        for one, cache, taken, found in zip(models, caches, times, logits, strict=True):
+            synchronize(ids.device)
+            began = time.perf_counter()
+            found.append(one(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits.float())
+            synchronize(ids.device)
+            taken.append(round((time.perf_counter() - began) * 1e3, 3))
+    return times, [torch.cat(found, 1) for found in logits]
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """Norm of the difference, relative."""
+    return float((found - exact).norm() / exact.norm())
 
 
 def table(cells: Sequence[dict[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:

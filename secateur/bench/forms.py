@@ -12,9 +12,8 @@ from torch.nn.utils import prune
 
 from secateur.errors import SecateurError
 from secateur.kernels import prune_groups
-from secateur.model.facts import evaluator
 from secateur.scores import Score, resolve, scores
-from secateur.selection.exact import ScoredTensor
+from secateur.selection.exact import ScoredTensor, evaluator
 from secateur.selection.masks import from_bits
 
 Layers = list[tuple[Tensor, Tensor]]  # weight and second moment

@@ -86,6 +86,8 @@ def label(mode: str, method: str) -> str:
 def experiment_of(plan: Plan, mode: str, method: str) -> Experiment:
     """What `secateur train` would be given for this cell: bf16 autocast, a constant learning rate, no clipping."""
     settings: dict[str, Any] = {"score": method.removesuffix(OWN), "sparsity": plan.sparsity}
+    # The ramp lasts to the last step: an update that asks for no more than the one before would do nothing.
+    settings |= {"schedule": "linear", "begin": 0.0, "end": 1.0, "every": plan.every}
     return Experiment(
         model="gpt-2x64" if plan.tiny else "gpt2",
         seed=plan.seed,
@@ -99,11 +101,6 @@ def experiment_of(plan: Plan, mode: str, method: str) -> Experiment:
         clip=0.0,
         precision="bf16",
         compile=mode == "compile",
-        # The ramp lasts to the last step: an update that asks for no more than the one before would do nothing.
-        schedule="linear",
-        begin=0.0,
-        end=1.0,
-        every=plan.every,
         **({} if method == DENSE else settings),
     )
 

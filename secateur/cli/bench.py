@@ -10,6 +10,7 @@ import importlib
 import textwrap
 from collections.abc import Callable, Sequence
 from importlib import resources
+from pathlib import Path
 
 from secateur.bench import NAMES
 from secateur.cli.options import (
@@ -144,9 +145,27 @@ def _decode(parser: argparse.ArgumentParser) -> None:
     dtypes = ("bfloat16", "float32", "float16")
     parser.add_argument("--dtype", nargs="+", choices=dtypes, help="(made-up: bfloat16, a model: its own)")
     parser.add_argument("--int8", action="store_true", help="made-up layers also with int8 values")
+    shapes = ("mistral-7b", "tiny")
+    parser.add_argument("--whole", choices=shapes, help="decode with a model of this shape and random weights")
     parser.add_argument("--threads", type=positive, help="torch's threads on a CPU (as many as torch takes)")
     parser.add_argument("--calls", type=positive, default=30, help="timed calls of each form of a layer (30)")
     parser.add_argument("--tokens", type=positive, default=48, help="timed tokens of each form of a model (48)")
+
+
+def _patterns(parser: argparse.ArgumentParser) -> None:
+    add_device(parser)
+    parser.add_argument("--model", default="smollm2", help=f"{MODELS} (smollm2)")
+    parser.add_argument("--text", required=True, help=TEXTS)
+    parser.add_argument(
+        "--models", type=Path, required=True, metavar="FOLDER", help="where pruned models are kept and found again"
+    )
+    parser.add_argument("--patterns", nargs="*", default=["2:4", "8:16", "16:32", "4:16"], help="(2:4 8:16 16:32 4:16)")
+    parser.add_argument("--sparsity", type=sparsity, nargs="*", default=[0.5, 0.75], help="unstructured (0.5 0.75)")
+    parser.add_argument("--context", type=positive, default=256, help="tokens in a window (256)")
+    parser.add_argument("--windows", type=positive, default=24, help="windows in all (24)")
+    parser.add_argument("--batch", type=positive, default=4, help="windows at a time (4)")
+    parser.add_argument("--threads", type=positive, help="torch's threads on a CPU (as many as torch takes)")
+    parser.add_argument("--tokens", type=positive, default=48, help="timed tokens of each model (48)")
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
@@ -163,6 +182,7 @@ OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "probe": _probe,
     "quality": _quality,
     "decode": _decode,
+    "patterns": _patterns,
     "demo": _demo,
 }
 

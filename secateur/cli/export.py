@@ -1,8 +1,12 @@
-"""Write a model in another form: packed (a bit mask and the values that are not zero) or dense (every value).
+"""Write a model in another form: packed (a bit mask and the values that are not zero), dense (every value), or for
+another program: 24 (torch's 2:4 tensors, for NVIDIA GPUs), onnx, openvino.
 
 Folders are converted tensor by tensor, without building the model, so a model larger than memory can be exported. A
 packed folder loads in transformers after `import secateur`; a dense one in every program that reads safetensors. With
 --compress zstd the files are smaller for transport, and are read by `secateur export` and `secateur.load` alone.
+
+For onnx and openvino the model is built and its logits are compared with those of the exported one before anything is
+kept. These programs store zeros like other values; the last lines say what a format brings.
 """
 
 from __future__ import annotations
@@ -18,13 +22,14 @@ from secateur.files import check_folder
 if TYPE_CHECKING:
     from secateur.inference.convert import Converted
 
-SUMMARY = "write a model packed or dense, and show the sizes"
+SUMMARY = "write a model packed, dense or for another program, and show the sizes"
+FORMATS = ("packed", "dense", "24", "onnx", "openvino")
 EXAMPLE = "secateur export pruned-smollm2 --format packed --out packed-smollm2"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=MODELS)
-    parser.add_argument("--format", choices=("packed", "dense"), default="packed", help="form of the weights (packed)")
+    parser.add_argument("--format", choices=FORMATS, default="packed", help="form of the weights (packed)")
     parser.add_argument(
         "--values", choices=("int8",), help="round packed values to int8, with a scale a row (as they are)"
     )
@@ -36,14 +41,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.values and options.format != "packed":
         raise SecateurError("--values int8 needs --format packed: dense weights keep their dtype.")
+    if options.compress and options.format not in ("packed", "dense"):
+        raise SecateurError("--compress zstd needs --format packed or dense: other programs do not read such files.")
     check_folder(options.out)
     import_torch()
-    from secateur.inference.saving import export
-    from secateur.integrations.folder import load, save
 
     source = Path(options.model).expanduser()
     if options.out.exists() and options.out.resolve() == source.resolve():
         raise SecateurError(f"--out {options.out} would replace the model that is exported. Name another folder.")
+    done = _for_other_programs(options) if options.format not in ("packed", "dense") else _converted(options, source)
+    print("\n".join(done))
+    print(f"\nSaved in {options.out}")
+    return 0
+
+
+def _for_other_programs(options: argparse.Namespace) -> list[str]:
+    """Build the model and write it; what came of it, in sentences."""
+    from secateur.inference.exporters import export_for
+    from secateur.integrations.folder import load
+
+    model, tokenizer = load(options.model, packed=False)
+    done = export_for(options.format, model, options.out, tokenizer=tokenizer, overwrite=options.overwrite)
+    checked = (
+        [] if done.difference is None else [f"Largest difference of its logits: {done.difference:.1e} (relative)."]
+    )
+    return [
+        f"Parameters {_megabytes(done.dense_bytes)} dense, files {_megabytes(done.bytes)}"
+        f" ({_share(done.bytes, done.dense_bytes)}).",
+        *checked,
+        done.said,
+    ]
+
+
+def _converted(options: argparse.Namespace, source: Path) -> list[str]:
+    """Convert the files; the sizes, in sentences."""
+    from secateur.inference.saving import export
+    from secateur.integrations.folder import load, save
+
     settings = {
         "packed": options.format == "packed",
         "int8": options.values == "int8",
@@ -58,9 +92,7 @@ def run(options: argparse.Namespace) -> int:
         model, tokenizer = load(options.model)
         with tempfile.TemporaryDirectory(prefix="secateur-") as made:
             done = export(save(model, tokenizer, Path(made) / "model", {}, {}), options.out, **settings)
-    print("\n".join(summary(done, options.format == "packed")))
-    print(f"\nSaved in {options.out}")
-    return 0
+    return summary(done, options.format == "packed")
 
 
 def summary(done: Converted, packed: bool) -> list[str]:

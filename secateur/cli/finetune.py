@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 SUMMARY = "fine-tune a model on a text while it becomes sparse"
 EXAMPLE = "secateur finetune smollm2 --data builtin --sparsity 0.8 --steps 300 --out smollm2-80"
 HOW = ("gradual", "oneshot", "hold")
+KINDS = ("gradient", "random")  # of regrowth; not imported, because that would import torch
 # Default context, evaluation windows, calibration windows and batch.
 CPU, GPU = (256, 16, 16, 4), (1024, 256, 128, 16)
 STEPS, SPARSITY, RATE, LORA_RATE, RANK = 300, 0.8, 1e-3, 2e-4, 16
@@ -54,6 +55,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_sparsity(parser, f"{SPARSITY}; none with --how hold")
     parser.add_argument("--how", choices=HOW, default=HOW[0], help="when to prune (gradual: while training)")
     parser.add_argument("--score", help="the score to prune by; see secateur scores (variance)")
+    parser.add_argument(
+        "--regrow",
+        choices=KINDS,
+        help="while it is pruned, let pruned weights come back: by gradient (RigL), or random",
+    )
     parser.add_argument(
         "--distill",
         action=argparse.BooleanOptionalAction,
@@ -115,12 +121,19 @@ def _share(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     _check(options)
     import_torch()
+    from secateur.integrations.text import check_source
+
+    for text in filter(None, (options.data, options.eval_data)):
+        check_source(text)
     for name in ("transformers", "accelerate"):
         library(name, "Fine-tuning", '"secateur[hf]"')
     if options.lora:
         library("peft", "--lora", '"secateur[peft]"')
-    from secateur.integrations.folder import check_free
+    from secateur.integrations.folder import check_free, check_model
     from secateur.scores import resolve
+
+    for model in filter(None, (options.model, options.teacher)):
+        check_model(model)
 
     resolve(options.score or "variance")
     folder = options.out or Path(f"finetuned-{Path(options.model).name}")
@@ -146,6 +159,8 @@ def _check(options: argparse.Namespace) -> None:
         _check_hold(options)
     if options.how == "gradual" and options.calibration is not None:
         raise SecateurError("--calibration is for --how oneshot; gradual pruning reads the optimizer's state.")
+    if options.how != "gradual" and options.regrow is not None:
+        raise SecateurError(f"--regrow is for --how gradual: with {options.how} the zeros stay where they are.")
     if options.how == "gradual" and options.lora:
         raise SecateurError("--lora trains adapters on a pruned model. Use --how oneshot, or hold for a sparse model.")
     tracker = options.tracker
@@ -186,6 +201,7 @@ def _plan(options: argparse.Namespace, kind: str, processes: int) -> Plan:
         lr=options.lr or (LORA_RATE if options.lora else RATE), seed=options.seed or 0,
         dtype=options.dtype or "float32",
         bf16=options.bf16 if options.bf16 is not None else kind == "cuda" and torch.cuda.is_bf16_supported(),
+        pruning={"regrow": options.regrow} if options.regrow else {},
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Show the zeros of a model: sparsity by layer, patterns (n:m, blocks, whole rows), agreement with masks, and bytes.
+"""Show the zeros of a model: sparsity by layer, patterns (n:m, blocks, whole rows), agreement with masks, bytes, and
+what the zeros of its linear layers buy on this device: each kind of layer is timed for a moment, dense and packed.
 
 Folders of safetensors files are read tensor by tensor, without building the model: those that `secateur prune` and
 `secateur export` save, packed or not, runs of `secateur train`, and any Hugging Face folder. Packed means a bit mask
@@ -13,24 +14,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from secateur.cli.options import MODELS, add_out, import_torch
-from secateur.errors import ModelError
+from secateur.cli.options import MODELS, add_device, add_out, import_torch, pick_device
+from secateur.errors import ModelError, SecateurError
 from secateur.files import check_file, write
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from secateur.bench.gains import Gains
     from secateur.model.inspect import Inspected
 
-SUMMARY = "sparsity by layer, patterns, masks and bytes of a saved model"
+Linear = tuple["set[str] | None", "set[str]"]  # weights of linear layers (None: any may be), and which are transposed
+SUMMARY = "sparsity by layer, patterns, masks, bytes and speed of a saved model"
 EXAMPLE = "secateur inspect pruned-smollm2 --out zeros.html"
 MASKS = "masks.safetensors"
 BEST = "best"  # where a run of `secateur train` keeps its best weights
+BUYS = "What the zeros buy on this device"
 HEADER = ("tensor", "shape", "zeros", "sparsity", "patterns", "dense", "packed")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=MODELS)
+    add_device(parser)
     add_out(parser, "also write a page with a heat map of layers by kinds, such as zeros.html")
 
 
@@ -38,33 +43,59 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         check_file(options.out)
     import_torch()
+    from secateur.bench.gains import HEADER as BOUGHT
+    from secateur.bench.gains import Gains
     from secateur.model.inspect import inspect_tensors
     from secateur.model.mask_files import load_masks
     from secateur.report import collapse, text_table
 
     folder = Path(options.model).expanduser()
     masks = load_masks(folder) if (folder / MASKS).is_file() else None
-    found, left_out = inspect_tensors(_tensors(options.model), masks)
+    device = pick_device(options.device)
+    if folder.is_dir():
+        tensors, linear = _stored(folder), _linear_in(folder)
+    else:
+        tensors, linear = _loaded(options.model)
+    gains = Gains(device, *linear)
+    found, left_out = inspect_tensors(gains.watched(tensors), masks)
     found.sort(key=_natural)
     if not found:
         raise ModelError(f"{options.model} has no weights of two or more dimensions: there is nothing to inspect.")
     print(text_table(HEADER, collapse([_row(one) for one in found])), end="\n\n")
     lines = summary(found, left_out, masks is not None)
     print("\n".join(lines))
+    print(f"\n{BUYS}\n")
+    if rows := gains.rows():
+        print(text_table(BOUGHT, rows), end="\n\n")
+    print("\n".join(gains.lines()))
     if options.out:
-        write(options.out, page(options.model, found, lines))
+        write(options.out, page(options.model, found, lines, gains))
         print(f"\nPage: {options.out.resolve()}")
     return 0
 
 
-def _tensors(model: str) -> Iterator[tuple[str, Tensor]]:
-    """Named weights, from the files of a folder one at a time, or from a model that Hugging Face loads."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        from secateur.integrations.folder import load
+def _loaded(model: str) -> tuple[Iterator[tuple[str, Tensor]], Linear]:
+    """Named weights of a model that Hugging Face loads, and which of them belong to linear layers."""
+    from secateur.inference.saving import packable_names
+    from secateur.integrations.folder import load
 
-        yield from load(model, packed=False)[0].named_parameters()
-        return
+    found = load(model, packed=False)[0]
+    return found.named_parameters(), packable_names(found)
+
+
+def _linear_in(folder: Path) -> Linear:
+    """Which weights in a folder belong to linear layers, from its config; without one that is understood, any may."""
+    from secateur.inference.convert import CONFIG
+    from secateur.inference.saving import linear_weights
+
+    try:
+        return linear_weights(folder) if (folder / CONFIG).is_file() else (None, set())
+    except SecateurError:  # zeros can be counted without building the model
+        return None, set()
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Named weights from the files of a folder, one at a time."""
     from secateur.inference.convert import expanded
     from secateur.inference.format import Packed, WeightFiles, weight_files
 
@@ -115,13 +146,17 @@ def summary(found: list[Inspected], left_out: int, masked: bool) -> list[str]:
     return [*lines, f"{unmasked:,} weights are zero although their masks keep them."] if unmasked else lines
 
 
-def page(model: str, found: list[Inspected], lines: list[str]) -> str:
+def page(model: str, found: list[Inspected], lines: list[str], gains: Gains) -> str:
     """The page of --out."""
+    from secateur.bench.gains import HEADER as BOUGHT
     from secateur.report import heat_map, html_page, html_table
 
     share = sum(one.zeros for one in found) / sum(one.numel for one in found)
     said = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
     heat = heat_map([(one.name, one.sparsity) for one in found])
     table = html_table(HEADER, [_row(one) for one in found])
-    body = f"{said}<h2>Sparsity by layer</h2>{heat}<h2>Every tensor</h2>{table}"
+    bought = "".join(f"<p>{html.escape(line)}</p>" for line in gains.lines())
+    rows = gains.rows()
+    bought += html_table(BOUGHT, rows) if rows else ""
+    body = f"{said}<h2>{BUYS}</h2>{bought}<h2>Sparsity by layer</h2>{heat}<h2>Every tensor</h2>{table}"
     return html_page(f"{model}: {share:.1%} of the weights are zero", body)

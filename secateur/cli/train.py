@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from secateur.cli.adamwprune import add_aliases, score_settings
+from secateur.cli.adamwprune import add_aliases, alias_settings
 from secateur.cli.options import (
     add_out,
     add_seed,
@@ -42,13 +42,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help="change a setting; repeatable"
     )
-    parser.add_argument("--score", help="the score to prune by; see secateur scores (none: dense)")
+    parser.add_argument("--score", help="the score to prune by; see secateur scores (no score: dense)")
     add_sparsity(parser, "0")
     parser.add_argument("--steps", type=positive, help="optimizer steps (1000)")
     add_seed(parser)
     parser.add_argument("--optimizer", help="adamw, adam, sgd, adamwadv, adamwspam, adamwprune (adamw)")
+    parser.add_argument("--preset", help="as-published: ramp, budget and layers as AdamWPrune's for the score")
     parser.add_argument(
-        "--budget", help="extended: 21 %% or 30 %% more steps for the scores AdamWPrune gave more (normal)"
+        "--budget", help="extended: 21, 30 or 70 %% more steps, for the scores AdamWPrune gave more (normal)"
     )
     parser.add_argument("--compile", action="store_true", default=None, help="compile the model")
     add_training_device(parser)
@@ -59,15 +60,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--checkpoint-every", type=positive, default=500, metavar="STEPS", help="steps between checkpoints (500)"
     )
     parser.add_argument("--tracker", choices=(*TRACKERS, "none"), help="(tensorboard if it is installed)")
-    parser.add_argument("--dry-run", action="store_true", help="two small steps on random data")
+    parser.add_argument("--dry-run", action="store_true", help="two small steps on random data; counts pruned weights")
     add_aliases(parser)
 
 
 def changes_of(options: argparse.Namespace) -> dict[str, Any]:
     """The settings that these options change."""
-    names = ("optimizer", "score", "sparsity", "steps", "seed", "budget", "compile")
+    names = ("optimizer", "score", "sparsity", "steps", "seed", "preset", "budget", "compile")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return given | score_settings(options) | parse(options.changes)
+    return given | alias_settings(options) | parse(options.changes)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -135,7 +136,7 @@ def name_of(experiment: Experiment) -> str:
 
 def finished_line(experiment: Experiment, summary: dict[str, Any], path: Path) -> str:
     """A finished run in two lines."""
-    budget = ", extended budget" if experiment.budget != "normal" else ""
+    budget = ", extended budget" if experiment.budget == "extended" else ""
     return (
         f"{name_of(experiment)}: {summary['quality_name']} {summary['quality']:.4f} (held-out loss"
         f" {summary['held_out_loss']:.4f}) after {summary['steps']} steps{budget}, {summary['seconds']:.0f} s;"

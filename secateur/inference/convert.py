@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,16 @@ from secateur.inference.format import (
     AGAIN,
     EXTRA,
     INDEX,
-    MASK,
-    SCALE,
+    PARTS,
     SINGLE,
-    VERSION,
     Lazy,
     Packed,
     Weight,
     WeightFiles,
+    describe,
     pack_weight,
     smaller,
+    version_of,
     weight_files,
     write_weights,
 )
@@ -56,6 +56,7 @@ class Converted:
     bytes: int  # of all weights as written, before compression
     packed_dense_bytes: int  # of the packed weights alone, dense
     packed_bytes: int  # of the packed weights alone, as written
+    version: int = 0  # of the packed format; 0 if nothing is packed
     compressed_bytes: int | None = None  # of the files, if they were compressed
 
 
@@ -65,13 +66,14 @@ def convert(
     *,
     packed: bool,
     only: Collection[str] | None = None,
+    transposed: Collection[str] = (),
     int8: bool = False,
     compress: bool = False,
 ) -> Converted:
     """Write the weights of one folder into another, packed or dense.
 
-    `only` names the weights that may be packed; any by default. Weights that would not get smaller stay dense. With
-    `int8` the values of packed weights are rounded to int8.
+    `only` names the weights that may be packed; any by default. Weights that would not get smaller stay dense. Those in
+    `transposed` are matrices [inputs, outputs]. With `int8` the values of packed weights are rounded to int8.
     """
     with WeightFiles(_files(source)) as found:
         names = list(found)
@@ -81,17 +83,24 @@ def convert(
             if not packed:
                 return weight.dense() if isinstance(weight, Packed) else weight
             if isinstance(weight, Packed):
-                return pack_weight(weight.dense(), int8=True) if int8 and weight.scale is None else weight
-            taken = f"{name}{MASK}" in found or f"{name}{SCALE}" in found  # names of the model's own
+                return with_int8(weight) if int8 else weight
+            taken = any(f"{name}{suffix}" in found for suffix in PARTS)  # names of the model's own
             if taken or (only is not None and name not in only) or not smaller(weight):
                 return weight
-            return pack_weight(weight, int8=int8)
+            return pack_weight(weight, int8=int8, transposed=name in transposed)
 
         counted = _Counting(wanted)
         files = write_weights(target, Lazy(names, counted))
     if compress:
-        return counted.total(sum(compress_file(Path(target) / file) for file in files))
+        return replace(counted.total(), compressed_bytes=sum(compress_file(Path(target) / file) for file in files))
     return counted.total()
+
+
+def with_int8(weight: Packed) -> Packed:
+    """The weight with its values rounded to int8, if they are not already."""
+    if weight.scale is not None:
+        return weight
+    return pack_weight(weight.dense(), int8=True, transposed=weight.transposed)
 
 
 class _Counting:
@@ -99,21 +108,24 @@ class _Counting:
 
     def __init__(self, make: Any) -> None:
         self.make, self.sizes = make, dict[str, tuple[bool, int, int]]()
+        self.version = 0
 
     def __call__(self, name: str) -> Weight:
         weight: Weight = self.make(name)
         if isinstance(weight, Packed):
             dense = torch.Size(weight.shape).numel() * weight.dtype.itemsize
-            self.sizes[name] = True, dense, weight.nbytes
+            now = sum(part.nbytes for part in weight.parts(name).values())
+            self.sizes[name] = True, dense, now
+            self.version = max(self.version, version_of({name: describe(weight)}))
         else:
             self.sizes[name] = False, weight.nbytes, weight.nbytes
         return weight
 
-    def total(self, compressed: int | None = None) -> Converted:
+    def total(self) -> Converted:
         all_of, some = list(self.sizes.values()), [size for size in self.sizes.values() if size[0]]
         dense, now = sum(size[1] for size in all_of), sum(size[2] for size in all_of)
         of_packed = sum(size[1] for size in some), sum(size[2] for size in some)
-        return Converted(len(all_of), len(some), dense, now, *of_packed, compressed)
+        return Converted(len(all_of), len(some), dense, now, *of_packed, self.version)
 
 
 def _files(folder: str | os.PathLike[str]) -> list[Path]:
@@ -142,13 +154,14 @@ def file_names(model: nn.Module) -> dict[str, str]:
     return {known[id(tensor)]: name for name, tensor in saved.items() if id(tensor) in known}
 
 
-def mark_config(folder: str | os.PathLike[str], packed: bool) -> None:
-    """Make a Hugging Face config say whether its weights are packed, so that transformers cannot mistake them."""
+def mark_config(folder: str | os.PathLike[str], version: int) -> None:
+    """Make a Hugging Face config say in which version of the format its weights are packed (0: not), so that
+    transformers cannot mistake them."""
     path = Path(folder) / CONFIG
     config = read_json(path, dict, ModelError, AGAIN)
     config = {key: value for key, value in config.items() if key not in ("quantization_config", "transformers_weights")}
-    if packed:
-        config |= {"quantization_config": {"quant_method": METHOD, "version": VERSION}, "transformers_weights": GUARD}
+    if version:
+        config |= {"quantization_config": {"quant_method": METHOD, "version": version}, "transformers_weights": GUARD}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

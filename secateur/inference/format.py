@@ -2,9 +2,10 @@
 
 A weight NAME is stored as up to three tensors. `NAME` holds the values row by row in one dimension, so that a program
 that does not know the format finds a shape that does not fit and stops. `NAME_mask` holds one bit a weight, uint8
-[rows, ceil(rest / 8)], the lowest bit of a byte first. `NAME_scale` (int8 values only) holds an fp32 scale a row. The
-metadata has a version, the shape and dtype of every packed weight, and a SHA-256 of every tensor of all shards.
-Negative zero is zero: it comes back as 0.0. safetensors is imported when a file is read.
+[rows, ceil(rest / 8)], the lowest bit of a byte first; `NAME_groups` instead holds the same in fewer bits where zeros
+are in n:m patterns (secateur.inference.groups). `NAME_scale` (int8 values only) holds an fp32 scale a row. The metadata
+has a version, the shape and dtype of every packed weight, and a SHA-256 of every tensor of all shards. Negative zero is
+zero: it comes back as 0.0. safetensors is imported when a file is read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,12 +27,16 @@ from torch import Tensor
 
 from secateur.errors import ModelError, library
 from secateur.files import read_json
+from secateur.inference import groups
+from secateur.inference.groups import Groups
 from secateur.model.mask_files import EXTRA, MASKS
 from secateur.selection import masks
 
-VERSION = 1
+# A file has the lowest version that can read it: 2 if it has groups or transposed weights.
+VERSION, NEWEST = 1, 2
 KEY, DIGEST = "secateur", "secateur_sha256"  # in the metadata: what the file holds, and the hash of that text
-MASK, SCALE = "_mask", "_scale"
+MASK, GROUPS, SCALE = "_mask", "_groups", "_scale"
+PARTS = (MASK, GROUPS, SCALE)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = 5 * 10**9  # bytes in a file before the next is begun
 LARGEST = 127  # int8
@@ -55,19 +60,30 @@ class Packed:
     shape: tuple[int, ...]
     dtype: torch.dtype
     scale: Tensor | None = None  # fp32 [rows]
+    transposed: bool = False  # the weight is [inputs, outputs], as GPT-2's are; its rows here are outputs
 
     @property
     def nbytes(self) -> int:
-        """Bytes of mask, values and scales."""
+        """Bytes of mask, values and scales, in memory."""
         return self.values.nbytes + self.mask.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def dense(self) -> Tensor:
         """The weight with its zeros."""
-        return unpacked(self.values, self.mask, self.scale, self.shape, self.dtype)
+        weight = unpacked(self.values, self.mask, self.scale, self.shape, self.dtype)
+        return weight.T.contiguous() if self.transposed else weight
+
+    @property
+    def groups(self) -> Groups | None:
+        """n and m if a file holds the mask as n:m groups."""
+        return None if self.mask.is_meta else groups.shortest(self.mask, math.prod(self.shape[1:]))
 
     def parts(self, name: str) -> dict[str, Tensor]:
         """The tensors that a file holds for this weight."""
-        found = {name: self.values, name + MASK: self.mask}
+        found, short = {name: self.values}, self.groups
+        if short is None:
+            found[name + MASK] = self.mask
+        else:
+            found[name + GROUPS] = groups.encode(self.mask, math.prod(self.shape[1:]), short)
         return found if self.scale is None else {**found, name + SCALE: self.scale}
 
 
@@ -75,11 +91,14 @@ Weight = Tensor | Packed
 
 
 @torch.no_grad()
-def pack_weight(weight: Tensor, *, int8: bool = False) -> Packed:
+def pack_weight(weight: Tensor, *, int8: bool = False, transposed: bool = False) -> Packed:
     """Drop the zeros of a weight of two or more dimensions. NaN and infinity are kept; -0.0 counts as zero.
 
-    With `int8` the values are rounded to 255 levels a row, the largest of the row being 127 steps.
+    With `int8` the values are rounded to 255 levels a row, the largest of the row being 127 steps. `transposed`: the
+    weight is a matrix [inputs, outputs].
     """
+    if transposed:
+        return replace(pack_weight(weight.T.contiguous(), int8=int8), transposed=True)
     if weight.ndim < 2 or weight.dtype not in PACKABLE:
         raise ModelError(
             f"A tensor of {weight.dtype} {list(weight.shape)} cannot be packed: it must be floating point, of 2 or more"
@@ -126,6 +145,16 @@ def fault(weight: Packed) -> str:
     if (found := int(bits.sum())) != weight.values.numel():
         return f"its mask keeps {found:,} weights, and there are {weight.values.numel():,} values"
     return ""
+
+
+def not_read(version: object) -> str:
+    """Why this version of the format is not read; empty if it is."""
+    if type(version) is int and VERSION <= version <= NEWEST:
+        return ""
+    return (
+        f"has version {version} of the packed format; this Secateur reads versions {VERSION} to {NEWEST}."
+        " Install a newer one."
+    )
 
 
 def smaller(weight: Tensor) -> bool:
@@ -206,9 +235,16 @@ def _sized(name: str, weight: Weight) -> tuple[dict[str, _Part], dict[str, dict[
     return parts, {name: describe(weight)} if isinstance(weight, Packed) else {}
 
 
-def describe(weight: Packed) -> dict[str, Any]:
-    """What the metadata says about a packed weight."""
-    return {"shape": list(weight.shape), "dtype": str(weight.dtype).removeprefix("torch.")}
+def describe(weight: Packed, *, grouped: bool = True) -> dict[str, Any]:
+    """What the metadata says about a packed weight; its mask may be `grouped` in files."""
+    said: dict[str, Any] = {"shape": list(weight.shape), "dtype": str(weight.dtype).removeprefix("torch.")}
+    short = weight.groups if grouped else None
+    return said | ({"groups": list(short)} if short else {}) | ({"transposed": True} if weight.transposed else {})
+
+
+def version_of(described: Mapping[str, Mapping[str, Any]]) -> int:
+    """The version of the format that files with these packed weights have."""
+    return NEWEST if any("groups" in one or "transposed" in one for one in described.values()) else VERSION
 
 
 def _sharded(layout: Mapping[str, Mapping[str, _Part]], shard: int) -> list[list[str]]:
@@ -251,7 +287,7 @@ def _header(names: Sequence[str], layout: Mapping[str, Mapping[str, _Part]], des
 
 def metadata(described: Mapping[str, Any], hashes: Mapping[str, str] | None) -> dict[str, str]:
     """What the metadata of a file says about its packed weights; without hashes, files are not checked by them."""
-    text = json.dumps({"version": VERSION, "weights": described, "sha256": hashes}, separators=(",", ":"))
+    text = json.dumps({"version": version_of(described), "weights": described, "sha256": hashes}, separators=(",", ":"))
     return {KEY: text, DIGEST: hashlib.sha256(text.encode()).hexdigest()}
 
 
@@ -354,11 +390,10 @@ class WeightFiles(Mapping[str, Weight]):
             sizes = [size for one in described.values() for size in one["shape"]]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{path} says nothing of use about its packed weights: {error!r}. {AGAIN}") from error
-        if version != VERSION:
-            raise ModelError(
-                f"{path} has version {version} of the packed format; this Secateur reads version {VERSION}."
-                " Install a newer one."
-            )
+        if wrong := not_read(version):
+            raise ModelError(f"{path} {wrong}")
+        if not all(groups.valid(one["groups"]) for one in described.values() if "groups" in one):
+            raise ModelError(f"{path} has packed weights with impossible groups. {AGAIN}")
         if not all(dtype in PACKABLE for dtype in dtypes.values()) or not all(type(size) is int for size in sizes):
             raise ModelError(f"{path} has packed weights of impossible dtypes or shapes. {AGAIN}")
         self._described |= described
@@ -367,7 +402,8 @@ class WeightFiles(Mapping[str, Weight]):
 
     def _check_names(self) -> None:
         """All tensors that belong to the model are there, and no others."""
-        needed = {part for name in self._described for part in (name, name + MASK)}
+        masked = {name: GROUPS if "groups" in one else MASK for name, one in self._described.items()}
+        needed = {part for name, suffix in masked.items() for part in (name, name + suffix)}
         if self._hashes is not None and 0 < self.packed_files == len(self._files):
             needed = set(self._hashes)
             if odd := sorted(self._where.keys() - needed):
@@ -378,7 +414,7 @@ class WeightFiles(Mapping[str, Weight]):
             raise ModelError(f"{missing[0]} is not in {', '.join(path.name for path in self._files)}. {AGAIN}")
 
     def __iter__(self) -> Iterator[str]:
-        parts = {name + suffix for name in self._described for suffix in (MASK, SCALE)}
+        parts = {name + suffix for name in self._described for suffix in PARTS}
         return (name for name in self._where if name not in parts)
 
     def __len__(self) -> int:
@@ -393,10 +429,20 @@ class WeightFiles(Mapping[str, Weight]):
         scale = self._tensor(name + SCALE) if name + SCALE in self._where else None
         one, path = self._described[name], self._where[name][0]
         dtype, shape = getattr(torch, one["dtype"]), tuple(one["shape"])
-        found = Packed(self._tensor(name), self._tensor(name + MASK), shape, dtype, scale)
-        if wrong := fault(found):
+        if short := self.groups(name):
+            stored = self._tensor(name + GROUPS)
+            mask, wrong = groups.mask_of(stored, shape, short)
+        else:
+            mask, wrong = self._tensor(name + MASK), ""
+        found = Packed(self._tensor(name), mask, shape, dtype, scale, bool(one.get("transposed")))
+        if wrong := wrong or fault(found):
             raise ModelError(f"{path} is damaged: in {name}, {wrong}. {AGAIN}")
         return found
+
+    def groups(self, name: str) -> Groups | None:
+        """n and m of a packed weight whose mask is stored as groups."""
+        found = self._described[name].get("groups")
+        return None if found is None else (found[0], found[1])
 
     def _tensor(self, name: str) -> Tensor:
         path, opened = self._where[name]
@@ -413,12 +459,19 @@ class WeightFiles(Mapping[str, Weight]):
     def shapes(self) -> dict[str, list[int]]:
         """Shapes of all weights, without reading them."""
         stored = {name: list(self._where[name][1].get_slice(name).get_shape()) for name in self}
-        return stored | {name: one["shape"] for name, one in self._described.items()}
+        return stored | {
+            name: one["shape"][::-1] if one.get("transposed") else one["shape"] for name, one in self._described.items()
+        }
 
     @property
     def packed(self) -> list[str]:
         """Names of the packed weights."""
         return list(self._described)
+
+    @property
+    def version(self) -> int:
+        """Version of the format."""
+        return version_of(self._described)
 
     def check(self) -> None:
         """Read everything once and raise if anything is damaged."""

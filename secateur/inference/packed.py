@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from secateur.errors import ModelError
-from secateur.inference import cpu
+from secateur.inference import cpu, gpu
 from secateur.inference.format import Packed, fault, pack_weight, smaller, unpacked
 from secateur.inference.timing import Timing, compare
 from secateur.report import collapse, text_table
@@ -34,7 +34,7 @@ def plain(
 
 
 # By type of device, such as "cuda" or "cpu". A kernel has the signature of `plain` and chooses by the shapes it gets.
-KERNELS: dict[str, Kernel] = {"cpu": cpu.linear}
+KERNELS: dict[str, Kernel] = {"cpu": cpu.linear, "cuda": gpu.linear}
 
 
 @torch.library.custom_op("secateur::packed_linear", mutates_args=())
@@ -81,38 +81,57 @@ class PackedLinear(nn.Module):
 
     `weight` holds the values that are not zero, row by row; `weight_mask` one bit a weight; `weight_scale` a scale a
     row if the values are int8. Gradients reach inputs and bias in eval mode; in training mode the layer refuses.
+    On GPUs `streams` holds the weight a second time, as the kernel for few inputs reads it, unless `lean` is set.
     """
 
     packed_for_inference = True  # by which pruning knows packed layers
+    stored_groups: tuple[int, int] | None = None  # while it is loaded from a file that has groups instead of its mask
     weight: Tensor
     weight_mask: Tensor
     weight_scale: Tensor | None
     offsets: Tensor
     bias: nn.Parameter | None
 
-    def __init__(self, packed: Packed, bias: nn.Parameter | None = None) -> None:
+    def __init__(self, packed: Packed, bias: nn.Parameter | None = None, *, lean: bool = False) -> None:
         super().__init__()
         if len(packed.shape) != 2:
             raise ModelError(f"A linear layer has a weight of 2 dimensions; this one has {list(packed.shape)}.")
         self.out_features, self.in_features = packed.shape
         self.dtype = packed.dtype
+        self.dense_kind: type[nn.Module] = nn.Linear
         self.trainable = True  # whether the weight required gradients before it was packed
         self.register_buffer("weight", packed.values)
         self.register_buffer("weight_mask", packed.mask)
         self.register_buffer("weight_scale", packed.scale)
         self.register_buffer("offsets", row_offsets(packed.mask, self.in_features), persistent=False)
         self.register_parameter("bias", bias)
+        self.lean = lean
+        self.few = gpu.FEW  # inputs that are computed from streams at most
+        self.streams = None if lean or packed.mask.is_meta else gpu.streams_for(packed)
+
+    def _derive(self) -> None:
+        """What follows from mask and values: where rows begin and, on GPUs, streams."""
+        if self.stored_groups is not None or self.weight_mask.is_meta:
+            return
+        self.offsets = row_offsets(self.weight_mask, self.in_features)
+        self.streams = None if self.lean else gpu.streams_for(self.packed)
 
     @classmethod
-    def from_linear(cls, layer: nn.Linear, *, int8: bool = False) -> PackedLinear:
-        """A packed copy of a linear layer, which shares its bias."""
-        made = cls(pack_weight(layer.weight.detach(), int8=int8), layer.bias)
+    def from_linear(cls, layer: Any, *, int8: bool = False, lean: bool = False) -> PackedLinear:
+        """A packed copy of an nn.Linear or of transformers' Conv1D, which shares its bias."""
+        transposed = is_conv1d(layer)
+        made = cls(pack_weight(layer.weight.detach(), int8=int8, transposed=transposed), layer.bias, lean=lean)
+        made.dense_kind = type(layer) if transposed else nn.Linear
         made.trainable = layer.weight.requires_grad
         return made.train(layer.training)
 
-    def to_linear(self) -> nn.Linear:
+    def to_linear(self) -> Any:
         """The dense layer, to the bit (-0.0 has become 0.0), which shares the bias."""
-        layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        with torch.device("meta"):
+            if self.dense_kind is nn.Linear:
+                layer: Any = nn.Linear(self.in_features, self.out_features, bias=False)
+            else:
+                layer = self.dense_kind(self.out_features, self.in_features)
         layer.weight = nn.Parameter(self.packed.dense(), requires_grad=self.trainable)
         if self.bias is not None:
             layer.bias = self.bias
@@ -122,7 +141,13 @@ class PackedLinear(nn.Module):
     def packed(self) -> Packed:
         """The weight."""
         shape = (self.out_features, self.in_features)
-        return Packed(self.weight, self.weight_mask, shape, self.dtype, self.weight_scale)
+        transposed = self.dense_kind is not nn.Linear
+        return Packed(self.weight, self.weight_mask, shape, self.dtype, self.weight_scale, transposed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight, streams included."""
+        return self.packed.nbytes + (0 if self.streams is None else self.streams.nbytes)
 
     def forward(self, x: Tensor) -> Tensor:
         """x @ weight.T + bias."""
@@ -137,6 +162,9 @@ class PackedLinear(nn.Module):
             dtype = torch.get_autocast_dtype(kind)
             x, values = x.to(dtype), values if self.weight_scale is not None else values.to(dtype)
             bias = None if bias is None else bias.to(dtype)
+        scale, streams = self.weight_scale, self.streams
+        if streams is not None and gpu.takes(x, streams, scale is not None, self.few):
+            return gpu.decode(x, streams, scale, bias, observed=not _unobserved(x))
         given = (x, values, self.weight_mask, self.offsets, self.weight_scale, bias, self.in_features)
         result: Tensor = KERNELS.get(kind, plain)(*given) if _unobserved(x) else packed_linear(*given)
         return result
@@ -148,15 +176,17 @@ class PackedLinear(nn.Module):
             self.dtype = self.weight.dtype
         if wrong := fault(self.packed):
             raise ModelError(f"A packed layer does not hold together: {wrong}. Load or save the model again.")
-        self.offsets = row_offsets(self.weight_mask, self.in_features)
+        self._derive()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         """Moves and casts; scales stay fp32, as int8 values would lose precision otherwise."""
-        scale = self.weight_scale
+        scale, before = self.weight_scale, (self.weight.device, self.weight.dtype)
         super()._apply(fn, recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight_mask.device)).dtype
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
         if scale is not None and self.weight_scale is not None and self.weight_scale.dtype != scale.dtype:
             self.weight_scale = scale.to(self.weight_scale.device)
+        if before != (self.weight.device, self.weight.dtype):
+            self._derive()
         return self
 
     def _load_from_state_dict(
@@ -183,8 +213,8 @@ class PackedLinear(nn.Module):
                     self, name, None if tensor is None else torch.empty_like(tensor, dtype=kind, device=like.device)
                 )
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
-        if not self.weight_mask.is_meta and not errors:
-            self.offsets = row_offsets(self.weight_mask, self.in_features)
+        if not errors:
+            self._derive()
 
     def extra_repr(self) -> str:
         """Sizes, sparsity and bytes."""
@@ -293,10 +323,10 @@ def pack(model: nn.Module, *, memory: bool = False) -> PackReport:
     outputs differ from dense ones by the order of sums (SECATEUR_KERNELS=off: not at all).
     """
     check_module(model)
-    if isinstance(model, nn.Linear):
+    if isinstance(model, nn.Linear) or is_conv1d(model):
         raise ModelError("pack replaces layers inside a model. For a single layer use PackedLinear.from_linear(layer).")
     rows = []
-    times: dict[Any, Timing] = {}  # of layers alike
+    times: dict[Any, Measured] = {}  # of layers alike
     for name, layer, reason in list(linear_layers(model)):
         weight, after = layer.weight, layer.weight.nbytes
         zeros = 0 if weight.is_meta else weight.numel() - int(torch.count_nonzero(weight.detach()))
@@ -304,13 +334,13 @@ def pack(model: nn.Module, *, memory: bool = False) -> PackReport:
             reason = "on the meta device, without values"
         if not reason and not smaller(weight.detach()):
             reason = "too few zeros to be smaller packed"
-        made = None if reason else PackedLinear.from_linear(layer)
+        made = None if reason else PackedLinear.from_linear(layer, lean=memory)
         found = None if made is None or memory else _timed(layer, made, zeros, times)
         if found is not None and found.ratio <= 1:
             reason = f"slower packed: {min(found.packed):.0f} us for one input, dense {min(found.dense):.0f} us"
         elif made is not None:
             _replace(model, name, made)
-            after = made.packed.nbytes
+            after = made.nbytes
         speed = found.ratio if found is not None else None
         rows.append(LayerRow(name, tuple(weight.shape), zeros, weight.nbytes, after, reason, speed))
     for changed in CHANGED:
@@ -318,13 +348,30 @@ def pack(model: nn.Module, *, memory: bool = False) -> PackReport:
     return PackReport(tuple(rows))
 
 
-def _timed(layer: nn.Linear, made: PackedLinear, zeros: int, known: dict[Any, Timing]) -> Timing:
-    """The times of a layer, or of one of the same shape and, to a twentieth, the same sparsity."""
+class Measured(NamedTuple):
+    """What was measured of a layer: its times and, with streams, the best launch settings and where they pay."""
+
+    timing: Timing
+    setting: tuple[int, int, int] | None
+    few: int
+
+
+def _timed(layer: Any, made: PackedLinear, zeros: int, known: dict[Any, Measured]) -> Timing:
+    """The times of a layer, or of one of the same shape and, to a twentieth, the same sparsity; sets its launch."""
     weight = layer.weight
     key = (tuple(weight.shape), weight.dtype, weight.device, layer.bias is None, round(20 * zeros / weight.numel()))
     if key not in known:
-        known[key] = compare(layer, made, torch.ones(1, layer.in_features, dtype=weight.dtype, device=weight.device))
-    return known[key]
+        x = torch.ones(1, made.in_features, dtype=weight.dtype, device=weight.device)
+        setting = None
+        if made.streams is not None:
+            setting = gpu.best_setting(made.streams, x)
+            made.streams = made.streams.launched(*setting)
+            made.few = gpu.few_of(made.streams, made.packed, made.offsets, x)
+        known[key] = Measured(compare(layer, made, x), setting, made.few)
+    timing, setting, made.few = known[key]
+    if made.streams is not None and setting is not None:
+        made.streams = made.streams.launched(*setting)
+    return timing
 
 
 def unpack(model: nn.Module) -> nn.Module:
@@ -350,14 +397,19 @@ def packed_layers(model: nn.Module) -> list[tuple[str, PackedLinear]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear)]
 
 
-def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, str]]:
-    """Every linear layer by name, with the reason why it cannot be packed, or ""."""
+def is_conv1d(module: object) -> bool:
+    """Whether this is transformers' Conv1D, GPT-2's linear layer, whose weight is [inputs, outputs]."""
+    return f"{type(module).__module__}.{type(module).__name__}" == "transformers.pytorch_utils.Conv1D"
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Every nn.Linear and Conv1D by name, with the reason why it cannot be packed, or ""."""
     owners: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(_memory(parameter), []).append(name)
     parents = dict(model.named_modules())
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and isinstance(getattr(module, "weight", None), Tensor):
+        if (isinstance(module, nn.Linear) or is_conv1d(module)) and isinstance(getattr(module, "weight", None), Tensor):
             tied = [other for other in owners.get(_memory(module.weight), ()) if other != f"{name}.weight"]
             yield name, module, _reason(module, tied, parents.get(name.rpartition(".")[0]))
 
@@ -369,8 +421,8 @@ def _memory(parameter: Tensor) -> Any:
     return parameter.device, parameter.untyped_storage().data_ptr()
 
 
-def _reason(layer: nn.Linear, tied: list[str], parent: nn.Module | None) -> str:
-    if type(layer) is not nn.Linear:
+def _reason(layer: Any, tied: list[str], parent: nn.Module | None) -> str:
+    if type(layer) is not nn.Linear and not is_conv1d(layer):
         return f"{type(layer).__name__} is a subclass of nn.Linear, which may compute something else"
     if tied:
         return f"shares its memory with {tied[0]}"

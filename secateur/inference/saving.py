@@ -25,6 +25,7 @@ from secateur.inference.card import CARD, model_card, reloaded
 from secateur.inference.format import (
     AGAIN,
     EXTRA,
+    PARTS,
     VERSION,
     Lazy,
     Packed,
@@ -35,7 +36,7 @@ from secateur.inference.format import (
     weight_files,
     write_weights,
 )
-from secateur.inference.packed import CHANGED, check_module, linear_layers, pack, packed_layers, unpack
+from secateur.inference.packed import CHANGED, check_module, is_conv1d, linear_layers, pack, packed_layers, unpack
 from secateur.model.mask_files import check_masks, save_masks
 from secateur.oneshot.batches import is_out_of_memory, usable_device
 from secateur.report import Outcome, Report
@@ -162,15 +163,15 @@ def _write_pretrained(model: Any, folder: Path, packed: bool, int8: bool, compre
     plain = folder / ".plain"
     for changed in CHANGED:  # the config knows nothing yet of layers that were packed in a part of the model
         changed(model)
-    only = _packable_names(model)
+    only, transposed = packable_names(model)
     model.save_pretrained(plain)
     if already and not forms.is_packed(plain):
         raise ModelError("The packed layers were not saved as such. Call sc.unpack(model) first, then save it.")
-    done = forms.convert(plain, folder, packed=packed, only=only, int8=int8, compress=compress)
+    done = forms.convert(plain, folder, packed=packed, only=only, transposed=transposed, int8=int8, compress=compress)
     for path in forms.other_files(plain):
         shutil.move(path, folder)
     shutil.rmtree(plain)
-    forms.mark_config(folder, bool(done.packed))
+    forms.mark_config(folder, done.version)
 
 
 def _write_module(model: nn.Module, folder: Path, packed: bool, int8: bool) -> None:
@@ -179,7 +180,8 @@ def _write_module(model: nn.Module, folder: Path, packed: bool, int8: bool) -> N
     if odd := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise ModelError(f"The state of {type(model).__name__} has {odd[0]}, which is no tensor and cannot be saved.")
     layers = {f"{name}.weight": layer.packed for name, layer in packed_layers(model)}
-    parts = {part for name, weight in layers.items() for part in weight.parts(name)} - layers.keys()
+    parts = {name + suffix for name in layers for suffix in PARTS}
+    transposed = {f"{name}.weight" for name, layer, _ in linear_layers(model) if is_conv1d(layer)}
     first: dict[Any, str] = {}
     aliases = {}
     for name, tensor in state.items():
@@ -191,8 +193,9 @@ def _write_module(model: nn.Module, folder: Path, packed: bool, int8: bool) -> N
         if isinstance(weight, Packed):
             if not packed:
                 return weight.dense()
-            return pack_weight(weight.dense(), int8=True) if int8 and weight.scale is None else weight
-        return pack_weight(weight, int8=int8) if packed and smaller(weight) else weight
+            return forms.with_int8(weight) if int8 else weight
+        turned = name in transposed
+        return pack_weight(weight, int8=int8, transposed=turned) if packed and smaller(weight) else weight
 
     write_weights(folder, Lazy([name for name in state if name not in parts and name not in aliases], made))
     write(
@@ -226,13 +229,15 @@ def export(
     with forms.expanded(source) as place:
         known = (place / forms.CONFIG).is_file()
         check_free(folder, overwrite, signs=("*.json", "*model*"))
-        only = _linear_weights(place) if known and packed else None
+        only, transposed = linear_weights(place) if known and packed else (None, set())
         with appearing(folder) as partial:
-            done = forms.convert(place, partial, packed=packed, only=only, int8=int8, compress=compress)
+            done = forms.convert(
+                place, partial, packed=packed, only=only, transposed=transposed, int8=int8, compress=compress
+            )
             for path in forms.other_files(place):
                 (shutil.copytree if path.is_dir() else shutil.copy2)(path, partial / path.name)
             if known:
-                forms.mark_config(partial, bool(done.packed))
+                forms.mark_config(partial, done.version)
             if (partial / CARD).is_file():
                 text = (partial / CARD).read_text(encoding="utf-8")
                 text = reloaded(text, folder.name, bool(done.packed), compress)
@@ -240,8 +245,9 @@ def export(
     return done
 
 
-def _linear_weights(folder: Path) -> set[str]:
-    """Names of the weights that packed layers can hold, from the model's config alone."""
+def linear_weights(folder: Path) -> tuple[set[str], set[str]]:
+    """Names of the weights that packed layers can hold, and of those that are [inputs, outputs], from the model's
+    config alone."""
     transformers = library("transformers", f"Packing {folder}", EXTRA)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -250,14 +256,15 @@ def _linear_weights(folder: Path) -> set[str]:
             model = kind(config) if issubclass(kind, nn.Module) else kind.from_config(config)
     except Exception as error:  # damaged files raise almost any type
         raise not_loaded(os.fspath(folder), error) from error
-    return _packable_names(model)
+    return packable_names(model)
 
 
-def _packable_names(model: nn.Module) -> set[str]:
-    """Names in files of the weights that packed layers can hold."""
+def packable_names(model: nn.Module) -> tuple[set[str], set[str]]:
+    """Names in files of the weights that packed layers can hold, and of those among them that are [inputs, outputs]."""
     names = forms.file_names(model)
-    weights = (f"{name}.weight" for name, _, reason in linear_layers(model) if not reason)
-    return {names[weight] for weight in weights if weight in names}
+    found = {f"{name}.weight": layer for name, layer, reason in linear_layers(model) if not reason}
+    known = {names[weight]: layer for weight, layer in found.items() if weight in names}
+    return set(known), {name for name, layer in known.items() if is_conv1d(layer)}
 
 
 def load(
@@ -330,7 +337,9 @@ def _check_fits(
         raise ModelError(
             f"{meta[0]} is on the meta device, so nothing can be loaded into it. Build the module on a CPU."
         )
-    if missing := sorted(needed.keys() - shapes.keys() - aliases.keys()):
+    given = {_memory(name, tensor) for name, tensor in state.items() if name in shapes}  # tied ones are stored once
+    absent = needed.keys() - shapes.keys() - aliases.keys()
+    if missing := sorted(name for name in absent if _memory(name, state[name]) not in given):
         raise ModelError(f"{folder} has no {missing[0]}, which the module needs.")
     if odd := sorted(shapes.keys() - needed.keys()) or sorted(aliases.keys() - needed.keys()):
         raise ModelError(f"{folder} has {odd[0]}, which the module does not have.")

@@ -69,6 +69,7 @@ class Plan:
     seed: int
     dtype: str  # of the weights while they train
     bf16: bool  # mixed precision
+    pruning: Mapping[str, Any] = field(default_factory=dict)  # further settings of PrunerCallback, for "gradual"
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ class _Job:
         """Prune once if asked; the callback that prunes or holds zeros from there on (adapters need none)."""
         plan = self.plan
         if plan.how == "gradual":
-            return PrunerCallback(score=plan.score, sparsity=plan.sparsity)
+            return PrunerCallback(score=plan.score, sparsity=plan.sparsity, **plan.pruning)
         # Masks by name and not "zeros", which takes a tensor of zeros alone for one that is not pruned.
         masks = self._prune_once(model) if plan.how == "oneshot" else _nonzero(model)
         return None if plan.lora else PrunerCallback(sparsity=None, masks=masks)

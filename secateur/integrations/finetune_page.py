@@ -35,13 +35,15 @@ def figures(plan: Plan, result: Result) -> list[tuple[str, str]]:
     base = "dense" if plan.how != "hold" else "before"
     tokens = plan.steps * plan.batch * plan.accumulate * plan.context
     loss = f"distillation (alpha {plan.alpha:g})" if plan.distill else "cross entropy"
+    kind = plan.pruning.get("regrow")
+    regrowth = f", regrowth by {kind}" if kind == "gradient" else ", random regrowth" if kind else ""
     rows = [
         (f"held-out {result.measure}, {base}", f"{result.before:,.6g}"),
         (f"held-out {result.measure}, fine-tuned", f"{result.after:,.6g}"),
         ("ratio", f"{result.after / result.before:.4f}" if result.before else "-"),
         ("sparsity, of the prunable weights", f"{result.report.sparsity:.4%}"),
         ("of the whole model", f"{result.report.model_sparsity:.4%}"),
-        ("how", f"{plan.how}{', LoRA' if plan.lora else ''}, {loss}"),
+        ("how", f"{plan.how}{', LoRA' if plan.lora else ''}{regrowth}, {loss}"),
         ("trained", f"{plan.steps:,} steps of {plan.batch * plan.accumulate} x {plan.context} tokens ({tokens:,} in"
                     " each process)"),
         ("learning rate", f"{plan.lr:g}"),

@@ -274,13 +274,38 @@ class MaskedProduct(lora.layer.LoraVariant):
 class MaskedLinear(MaskedLayer, lora.Linear):
     """LoRA on a linear layer or GPT-2's Conv1D."""
 
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """In full precision with the weight that merging would write: one product instead of two, and outputs that
+        agree with the merged model's. In half precision the sum would round small adapters away."""
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        alone = len(names) == 1 and not (args or kwargs or self.merged or self.disable_adapters)
+        if alone and (self.training or torch.is_grad_enabled()) and self._can_add(x, names[0]):
+            base = self.get_base_layer()
+            return self._output(x, base.weight, base.bias, *self.factors(names[0]), add=True)
+        return super().forward(x, *args, **kwargs)
+
+    def _can_add(self, x: Tensor, adapter: str) -> bool:
+        """Whether base and adapter see the same input in one full precision, and nothing else watches the base."""
+        base = self.get_base_layer()
+        plain = type(base) is nn.Linear and base is self.base_layer and "forward" not in base.__dict__
+        watched = plain and bool(base._forward_hooks or base._forward_pre_hooks or base._backward_hooks)
+        if not plain or watched or base.weight.requires_grad or is_traceable_wrapper_subclass(base.weight):
+            return False
+        dropout = self.lora_dropout[adapter]
+        changed = self.lora_bias[adapter] or (self.training and not isinstance(dropout, nn.Identity) and dropout.p > 0)
+        dtypes = {x.dtype, base.weight.dtype, self.lora_A[adapter].weight.dtype, self.lora_B[adapter].weight.dtype}
+        full = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64}
+        return full and not changed and not torch.is_autocast_enabled(x.device.type)
+
     def adapter_output(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        weight = self.matrix(self.get_base_layer().weight)
+        return self._output(x, self.matrix(self.get_base_layer().weight), None, a, b, add=False)
+
+    def _output(self, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, *, add: bool) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
-            return cast(Tensor, _MaskedLinear.apply(x, weight, a, b))
+            return cast(Tensor, _MaskedLinear.apply(x, weight, bias, a, b, add))
         if not torch.is_grad_enabled():
-            return _forward_in_parts(x, weight, a, b)
-        return F.linear(x, _masked_product(weight, a, b, x.dtype))
+            return _forward_in_parts(x, weight, bias, a, b, add)
+        return F.linear(x, _masked_product(weight, a, b, x.dtype, add), bias)
 
 
 class _MaskedConv(MaskedLayer):
@@ -318,10 +343,12 @@ MASKED: dict[type, type] = {
 }
 
 
-def _masked_product(weight: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """b @ a where the weight is not zero. Multiplied, which on CPUs is several times faster than masked_fill."""
+def _masked_product(weight: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, add: bool = False) -> Tensor:
+    """b @ a where the weight is not zero, and the weight itself if it is to be added. Multiplied, which on CPUs is
+    several times faster than masked_fill."""
     with torch.autocast(weight.device.type, enabled=False):
-        return ((b @ a) * (weight != 0)).to(dtype)
+        product = (b @ a) * (weight != 0)
+        return (weight + product if add else product).to(dtype)
 
 
 def _parts(weight: Tensor) -> Iterator[slice]:
@@ -331,24 +358,31 @@ def _parts(weight: Tensor) -> Iterator[slice]:
     return (slice(first, min(first + step, outputs)) for first in range(0, outputs, step))
 
 
-def _forward_in_parts(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    outputs = [F.linear(x, _masked_product(weight[rows], a, b[rows], x.dtype)) for rows in _parts(weight)]
+def _forward_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, add: bool) -> Tensor:
+    outputs = [
+        F.linear(x, _masked_product(weight[rows], a, b[rows], x.dtype, add), None if bias is None else bias[rows])
+        for rows in _parts(weight)
+    ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
 class _MaskedLinear(torch.autograd.Function):
-    """x @ masked(b @ a).T, which saves x and the factors and computes the masked product again in backward."""
+    """x @ masked(b @ a).T, or x @ (weight + masked(b @ a)).T + bias if the base is to be added.
+
+    Saves x and the factors, and computes the masked product again in backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, add: bool) -> Tensor:
         ctx.save_for_backward(x, weight, a, b)
+        ctx.add = add
         with torch.autocast(x.device.type, enabled=False):
-            return _forward_in_parts(x, weight, a, b)
+            return _forward_in_parts(x, weight, bias, a, b, add)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b = ctx.saved_tensors
-        for_x, _, for_a, for_b = ctx.needs_input_grad
+        for_x, _, for_bias, for_a, for_b, _ = ctx.needs_input_grad
         grad, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         # sums over parts, in float32 at least
         grad_x = torch.zeros_like(inputs, dtype=torch.promote_types(x.dtype, torch.float32)) if for_x else None
@@ -357,7 +391,7 @@ class _MaskedLinear(torch.autograd.Function):
             for rows in _parts(weight):
                 of_rows = grad[:, rows]
                 if grad_x is not None:
-                    grad_x += of_rows @ _masked_product(weight[rows], a, b[rows], x.dtype)
+                    grad_x += of_rows @ _masked_product(weight[rows], a, b[rows], x.dtype, ctx.add)
                 if grad_a is None and grad_b is None:
                     continue
                 of_product = (of_rows.t() @ inputs).to(a.dtype).mul_(weight[rows] != 0)
@@ -365,7 +399,8 @@ class _MaskedLinear(torch.autograd.Function):
                     grad_a += b[rows].t() @ of_product
                 if grad_b is not None:
                     grad_b[rows] = of_product @ a.t()
-        return None if grad_x is None else grad_x.to(x.dtype).view(x.shape), None, grad_a, grad_b
+        of_x = None if grad_x is None else grad_x.to(x.dtype).view(x.shape)
+        return of_x, None, grad.sum(0) if for_bias else None, grad_a, grad_b, None
 
 
 def _lora_model(model: Any) -> Any:

@@ -6,6 +6,7 @@ layers before loading a "quantizer".
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,8 +18,20 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from secateur.errors import ModelError
 from secateur.inference import packed
 from secateur.inference.convert import METHOD, file_names
-from secateur.inference.format import SCALE, VERSION, Packed, WeightFiles, describe, metadata
-from secateur.inference.packed import PackedLinear, packed_layers, unpack
+from secateur.inference.format import (
+    AGAIN,
+    GROUPS,
+    SCALE,
+    VERSION,
+    Packed,
+    WeightFiles,
+    describe,
+    metadata,
+    not_read,
+    version_of,
+)
+from secateur.inference.groups import Groups, mask_of, stored_shape
+from secateur.inference.packed import PackedLinear, is_conv1d, packed_layers, unpack
 
 
 @register_quantization_config(METHOD)
@@ -47,12 +60,8 @@ class SecateurQuantizer(HfQuantizer):
 
     def validate_environment(self, *_: Any, **__: Any) -> None:
         """Refuse formats of later versions."""
-        version = getattr(self.quantization_config, "version", None)
-        if version != VERSION:
-            raise ModelError(
-                f"The model is packed in version {version!r} of the format; this Secateur reads version {VERSION}."
-                " Install a newer one."
-            )
+        if wrong := not_read(getattr(self.quantization_config, "version", None)):
+            raise ModelError(f"The model {wrong}")
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
@@ -65,27 +74,28 @@ class SecateurQuantizer(HfQuantizer):
             for name in found.packed:
                 module = _named(model, names.get(name, name).removesuffix(".weight"))
                 if module is not None:
-                    _put_empty(model, module, f"{name}{SCALE}" in found)
+                    _put_empty(model, module, f"{name}{SCALE}" in found, found.groups(name))
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         for name, module in model.named_modules():
-            if isinstance(module, nn.Linear) and module.weight.shape != (module.out_features, module.in_features):
+            if _is_linear(module) and module.weight.ndim == 1:
                 raise ModelError(
                     f"{name} is packed in the files, but {type(model).__name__} has no place to unpack it."
                 )
         for _name, layer in packed_layers(model):
+            _put_mask(layer)
             layer.refresh()
+        self.quantization_config = model.config.quantization_config = SecateurConfig(version_of(_described(model)))
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
         """What `save_pretrained` adds to the files. It may rename tensors afterwards, so there are no hashes."""
-        names = file_names(model)
-        layers = {f"{name}.weight": layer.packed for name, layer in packed_layers(model)}
-        if changed := sorted(layers.keys() - names.keys()):
+        names, described = file_names(model), _described(model)
+        if changed := sorted(described.keys() - names.keys()):
             raise ModelError(
                 f"{changed[0]} is packed, and transformers splits or joins it in files. Call sc.unpack(model) first."
             )
-        return None, metadata({names[name]: describe(weight) for name, weight in layers.items()}, None)
+        return None, metadata({names[name]: said for name, said in described.items()}, None)
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         return unpack(model)
@@ -105,6 +115,11 @@ class SecateurQuantizer(HfQuantizer):
         return True
 
 
+def _described(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What the metadata says about the packed weights of a model that `save_pretrained` writes, with their masks."""
+    return {f"{name}.weight": describe(layer.packed, grouped=False) for name, layer in packed_layers(model)}
+
+
 def _unguarded(config: Any) -> Any:
     """The config without the file name that keeps transformers without Secateur from loading random weights."""
     if getattr(config, "transformers_weights", None) is not None:
@@ -118,29 +133,53 @@ def _named(model: Any, name: str) -> str | None:
     prefix = f"{model.base_model_prefix}."
     for found in (name, name.removeprefix(prefix), f"{prefix}{name}"):
         try:
-            if isinstance(model.get_submodule(found), nn.Linear):
+            if _is_linear(model.get_submodule(found)):
                 return found
         except AttributeError:
             continue
     return None
 
 
-def _put_empty(model: nn.Module, name: str, int8: bool) -> None:
-    """Replace a linear layer by a packed one without values, whose buffers transformers fills."""
-    layer = model.get_submodule(name)
-    assert isinstance(layer, nn.Linear)
-    rows, columns = layer.weight.shape
+def _is_linear(module: Any) -> bool:
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def _put_empty(model: nn.Module, name: str, int8: bool, groups: Groups | None) -> None:
+    """Replace a linear layer by a packed one without values, whose buffers transformers fills. Where files hold groups,
+    it has a buffer for these instead of the mask."""
+    layer: Any = model.get_submodule(name)
+    transposed = is_conv1d(layer)
+    rows, columns = reversed(layer.weight.shape) if transposed else layer.weight.shape
     with torch.device("meta"):
         mask = torch.zeros(rows, -(-columns // 8), dtype=torch.uint8)
         values = torch.empty(0, dtype=torch.int8 if int8 else layer.weight.dtype)
         scale = torch.empty(rows, dtype=torch.float32) if int8 else None
         made = PackedLinear(Packed(values, mask, (rows, columns), layer.weight.dtype, scale), layer.bias)
+        if groups is not None:
+            made.stored_groups = groups
+            made.register_buffer(f"weight{GROUPS}", torch.empty(stored_shape(rows, columns, groups), dtype=torch.uint8))
+            del made.weight_mask
+    made.dense_kind = type(layer) if transposed else nn.Linear
     made.trainable = layer.weight.requires_grad
     model.set_submodule(name, made.train(layer.training))
 
 
+def _put_mask(layer: PackedLinear) -> None:
+    """Replace the groups that were loaded by the mask they stand for, which kernels read."""
+    stored = layer._buffers.pop(f"weight{GROUPS}", None)
+    if stored is None or layer.stored_groups is None:
+        return
+    mask, wrong = mask_of(stored, (layer.out_features, layer.in_features), layer.stored_groups)
+    if wrong:
+        raise ModelError(f"A packed layer cannot be loaded: {wrong}. {AGAIN}")
+    layer.register_buffer("weight_mask", mask)
+    layer.stored_groups = None
+
+
 def keep_config(model: Any) -> None:
     """Make a model's config say whether it has packed layers, so that `save_pretrained` writes what loads again."""
+    if packed_layers(model):
+        _watch_saving()
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "save_pretrained"):
         for part in model.children():  # the model of transformers may be a part of another module
@@ -149,7 +188,8 @@ def keep_config(model: Any) -> None:
     ours = isinstance(getattr(config, "quantization_config", None), SecateurConfig)
     quantizer = getattr(model, "hf_quantizer", None)
     if packed_layers(model) and not (ours and quantizer):
-        quantizer = SecateurQuantizer(SecateurConfig(), pre_quantized=True)
+        version = version_of(_described(model))
+        quantizer = SecateurQuantizer(SecateurConfig(version), pre_quantized=True)
         config.quantization_config = quantizer.quantization_config
         model.hf_quantizer, model.quantization_method, model.is_quantized = quantizer, METHOD, True
     elif ours and not packed_layers(model):
@@ -157,6 +197,24 @@ def keep_config(model: Any) -> None:
             quantizer.remove_quantization_config(model)
         else:  # a part of the model was packed, which has the same config
             del config.quantization_config
+
+
+def _watch_saving() -> None:
+    """Make `save_pretrained` look at the layers first. A part of a model that is packed by itself, such as a block,
+    does not know the model, whose config would say nothing of it."""
+    from transformers.modeling_utils import PreTrainedModel  # which imports the quantizers, so not above
+
+    original = PreTrainedModel.save_pretrained
+    if getattr(original, "watched", False):
+        return
+
+    @functools.wraps(original)
+    def save_pretrained(model: Any, *given: Any, **named: Any) -> Any:
+        keep_config(model)
+        return original(model, *given, **named)
+
+    save_pretrained.watched = True  # type: ignore[attr-defined]
+    PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[assignment,method-assign]
 
 
 packed.CHANGED.append(keep_config)

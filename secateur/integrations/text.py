@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,12 @@ import torch
 from torch import Tensor
 
 from secateur.errors import SecateurError, TextError, library
+from secateur.integrations.pieces import BETWEEN, token_lists
 from secateur.oneshot.batches import is_out_of_memory
 
-PIECE = 1 << 18  # characters tokenized at once, so that memory does not grow with the text
-REACH = 1 << 14  # characters before a piece's end in which a place to cut is searched
-AROUND = 200  # characters on either side that decide whether a cut changes the tokens
-TRIES = 20  # places to cut
-BETWEEN = "\n\n"  # separates documents, as in published results on WikiText-2
 SOURCES = "a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT] or builtin"
 SPLITS = ("train", "validation", "test")
+SAVED = ("dataset_info.json", "dataset_dict.json")  # in folders that `save_to_disk` of datasets wrote
 BASE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that it has an inverse modulo 2^64
 
 
@@ -113,17 +108,56 @@ def _dataset(name: str) -> list[str]:
 
 def stream_documents(name: str) -> Iterator[str]:
     """The documents of a dataset as a stream, for datasets too large to download."""
-    try:
-        for row in _rows(name, streaming=True):
-            if not isinstance(row.get("text"), str):
-                raise TextError(f"{name} has no column 'text'; it has {', '.join(map(repr, row))}.")
-            yield row["text"]
-    except TextError:
-        raise
-    except Exception as error:  # the network and damaged files raise almost any type
-        if is_out_of_memory(error):
+    return iter(DocumentStream(name))
+
+
+class DocumentStream:
+    """The documents of a dataset one by one, without rows that hold no text. `position()` is where the stream is, as
+    plain JSON, and a stream that is given it goes on from there."""
+
+    def __init__(self, name: str, column: str = "text", position: Mapping[str, Any] | None = None) -> None:
+        start = dict(position or {})
+        self._name, self._column, self._state = name, column, start.get("state")
+        self.rows, self.empty = int(start.get("rows", 0)), int(start.get("empty", 0))
+        self._source = _rows(name, streaming=True)
+        if self.rows and self._state is not None and hasattr(self._source, "load_state_dict"):
+            self._source.load_state_dict(self._state)  # begins in the right file
+        elif self.rows:
+            self._source = self._source.skip(self.rows)
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for row in self._source:
+                self.rows += 1
+                text = self._text(row)
+                if text:
+                    yield text
+                else:
+                    self.empty += 1
+        except TextError:
             raise
-        raise TextError(f"{name} cannot be read any further: {error}") from error
+        except Exception as error:  # the network and damaged files raise almost any type
+            if is_out_of_memory(error):
+                raise
+            raise TextError(f"{self._name} cannot be read any further: {_line(error)}") from error
+
+    def _text(self, row: Mapping[str, Any]) -> str:
+        """The text of a row; empty if it has none."""
+        if self._column not in row:
+            raise TextError(f"{self._name} has no column {self._column!r}; it has {', '.join(map(repr, row))}.")
+        text = row[self._column]
+        if text is not None and not isinstance(text, str):
+            raise TextError(f"Column {self._column!r} of {self._name} holds {type(text).__name__}, not text.")
+        return "" if text is None or not text.strip() else text
+
+    def position(self) -> dict[str, Any]:
+        """Where the stream is after the document it gave last."""
+        state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
+        return {"rows": self.rows, "empty": self.empty, "state": state}
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _rows(name: str, **how: bool) -> Any:
@@ -132,12 +166,27 @@ def _rows(name: str, **how: bool) -> Any:
     if not 1 <= len(parts) <= 2 or not all((*parts, split)):
         raise TextError(f"{name!r} does not name a dataset; the form is dataset:NAME[:CONFIG][:SPLIT].")
     datasets = library("datasets", f"Reading {name}", "datasets")
+    folder = Path(parts[0]).expanduser()
+    if parts[0].startswith((".", "/", "~")) and not folder.is_dir():
+        raise TextError(f"There is no folder {folder}. Give a name on the Hugging Face hub, or a folder of data files.")
     try:
+        if any((folder / mark).is_file() for mark in SAVED):
+            return _saved(datasets.load_from_disk(str(folder)), split, **how)
+        parts[0] = str(folder) if folder.is_dir() else parts[0]
         return datasets.load_dataset(*parts, split=split, **how)
     except Exception as error:  # no network, no such name or split: almost any type
         if is_out_of_memory(error):
             raise
-        raise TextError(f"{name} cannot be read: {error}") from error
+        raise TextError(f"{name} cannot be read: {_line(error)}") from error
+
+
+def _saved(found: Any, split: str, streaming: bool = False) -> Any:
+    """A dataset that `save_to_disk` wrote: one split, or several by name."""
+    if isinstance(found, Mapping):
+        if split not in found:
+            raise TextError(f"it has no split {split!r} but {', '.join(map(repr, found))}")
+        found = found[split]
+    return found.to_iterable_dataset() if streaming else found
 
 
 def windows(tokenizer: Any, text: str, context: int, count: int | None = None) -> Tensor:
@@ -163,37 +212,8 @@ def windows(tokenizer: Any, text: str, context: int, count: int | None = None) -
 
 def token_pieces(tokenizer: Any, text: str) -> Iterator[Tensor]:
     """The tokens of the text, piece by piece."""
-    start = 0
-    while start < len(text):
-        end, following = _cut(tokenizer, text, start + PIECE)
-        yield torch.tensor(_encode(tokenizer, text[start:end]), dtype=torch.int64)
-        start = following
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    # Not verbose: transformers would warn that a piece is longer than the model's context.
-    try:
-        numbers: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return numbers
-    except (AttributeError, KeyError, TypeError) as error:  # a wrong type in the tokenizer's file shows only here
-        raise TextError(f"{type(tokenizer).__name__} cannot read text: {error}. Is its file damaged?") from error
-
-
-def _cut(tokenizer: Any, text: str, near: int) -> tuple[int, int]:
-    """The end of a piece and the start of the next one, such that the pieces give the tokens of the whole text.
-
-    Tries cuts between words. For tokenizers that put a space before every text, the space between words is dropped.
-    """
-    if near >= len(text):
-        return len(text), len(text)
-    for space in islice(re.compile(r"(?<=\w) (?=\w)").finditer(text, near - min(REACH, PIECE // 2), near), TRIES):
-        cut = space.start()
-        begin = max(0, cut - AROUND)
-        whole, before = _encode(tokenizer, text[begin : cut + AROUND]), _encode(tokenizer, text[begin:cut])
-        for following in (cut, cut + 1):
-            if before + _encode(tokenizer, text[following : cut + AROUND]) == whole:
-                return cut, following
-    return near, near
+    for numbers in token_lists(tokenizer, text):
+        yield torch.tensor(numbers, dtype=torch.int64)
 
 
 def split(windows: Tensor, calibration: int | None = None, evaluation: int | None = None) -> tuple[Tensor, Tensor]:

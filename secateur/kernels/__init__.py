@@ -12,19 +12,18 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from secateur.kernels import reference, select
+from secateur.kernels import select
 from secateur.kernels.reference import AdamWTensors, Hyper
 from secateur.kernels.table import FLOATS
 from secateur.selection import exact
 from secateur.selection.exact import ALONE, Cut, Peers, ScoredTensor, count_of, refuse_nan
-from secateur.selection.masks import as_bool, from_bits, to_bits
+from secateur.selection.masks import apply, from_bits, to_bits
 
 LOG = logging.getLogger("secateur")
 
@@ -83,7 +82,7 @@ def prune_groups(
     """
     tensors = [tensor for group in groups for tensor in group]
     if not _uses_kernels(tensors):
-        plain = [[replace(tensor, alive=_bool_alive(tensor)) for tensor in group] for group in groups]
+        plain = [[tensor.unpacked() for tensor in group] for group in groups]
         done = [exact.prune_exactly(group, count, peers) for group, count in zip(plain, counts, strict=True)]
         masks = [mask for _, found in done for mask in found]
         kept = [count_of(mask) for mask in masks]
@@ -119,7 +118,7 @@ def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
         flat = serves(tensor, mask) and tensor.is_contiguous() and mask.is_contiguous()
         (fast if flat else slow).append((tensor, mask))
     if slow:
-        reference.zero([tensor for tensor, _ in slow], [mask for _, mask in slow])
+        apply([tensor for tensor, _ in slow], [mask for _, mask in slow])
     for device in dict.fromkeys(tensor.device for tensor, _ in fast):
         from secateur.kernels import adamw
 
@@ -182,11 +181,28 @@ def take_adamw(ready: Sequence[Any], gradients: Sequence[Tensor], hyper: Hyper, 
         written(one.written)
 
 
+def sparse_linear(
+    x: Tensor, values: Sequence[Tensor], indices: Sequence[Tensor], bases: Tensor, starts: Tensor,
+    scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype, form: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """x @ weight.T * scale + bias for few inputs and the streams of decode.py, on a device with kernels."""
+    from secateur.kernels import decode_triton
+
+    with on(x.device):
+        return decode_triton.linear(x, values, indices, bases, starts, scale, bias, dtype, form)
+
+
+def unpack_weight(
+    values: Tensor, mask: Tensor, offsets: Tensor, scale: Tensor | None, columns: int, weight: Tensor
+) -> None:
+    """Write the dense form of a packed weight into `weight`, on a device with kernels."""
+    from secateur.kernels import decode_triton
+
+    with on(weight.device):
+        decode_triton.unpack(values, mask, offsets, scale, columns, weight)
+
+
 def _uses_kernels(tensors: Sequence[ScoredTensor]) -> bool:
     if not tensors or reason_against(tensors[0].device) is not None:
         return False
     return all(tensor.device == tensors[0].device for tensor in tensors)
-
-
-def _bool_alive(tensor: ScoredTensor) -> Tensor | None:
-    return None if tensor.alive is None else as_bool(tensor.alive, (tensor.numel,))

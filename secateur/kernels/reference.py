@@ -1,8 +1,8 @@
 """Plain-torch twins of every kernel, with the same names and arguments: what the kernels are tested against.
 
-First masking and AdamW (`zero`, `population`, `adamw`), which also run where there is no Triton; then the steps of a
-selection (`SelectionOps` in select.py) in the order in which a selection takes them, and `rank`. The steps read and
-write a `SelectionState` tensor by tensor, so they are slow and only run in tests.
+First `population` and `adamw`, which also runs where there is no Triton; the twin of zeroing is `apply` in
+selection/masks.py. Then the steps of a selection (`SelectionOps` in select.py) in the order in which a selection takes
+them, and `rank`. The steps read and write a `SelectionState` tensor by tensor, so they are slow and only run in tests.
 """
 
 from __future__ import annotations
@@ -80,12 +80,6 @@ class AdamWTensors:
         return [t for t in (self.parameter, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq) if t is not None]
 
 
-def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
-    """Zero pruned entries in place. A mask is bool in its tensor's shape, or flat bits."""
-    whole = [m if m.dtype == torch.bool else from_bits(m, t.numel()) for t, m in zip(tensors, masks, strict=True)]
-    apply(tensors, [mask.view(tensor.shape) for mask, tensor in zip(whole, tensors, strict=True)])
-
-
 def population(masks: Sequence[Tensor]) -> Tensor:
     """How many weights each mask keeps."""
     return torch.stack(
@@ -113,7 +107,7 @@ def adamw(parts: Sequence[AdamWTensors], hyper: Hyper, group: Mapping[str, Any],
         weight_decay=hyper.weight_decay, eps=hyper.eps, maximize=hyper.maximize,
     )  # fmt: skip
     masked = [(tensor.detach(), part.mask) for part in parts if part.mask is not None for tensor in part.tensors]
-    zero([tensor for tensor, _ in masked], [mask for _, mask in masked])
+    apply([tensor for tensor, _ in masked], [mask for _, mask in masked])
 
 
 def clip(gradient: Tensor, second: Tensor, theta: float, unseen: float = math.inf) -> Tensor:

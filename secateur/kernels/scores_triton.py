@@ -193,30 +193,37 @@ _COMPILED: dict[Any, Any] = {}
 
 
 def launch_kernel(
-    kernel: Any, grid: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int = 8
+    kernel: Any,
+    grid: int | tuple[int, int],
+    arguments: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    warps: int = 8,
+    *,
+    fused: bool = False,
 ) -> None:
     """Launch a kernel with its arguments and, after them, its compile-time constants.
 
     torch dtypes among the constants become Triton's. Integer arguments must stay below 2^31. Triton takes tens of
     microseconds to find the compiled kernel for a launch, and a mask update is a dozen launches in a millisecond; so
-    compiled kernels are cached here by everything they depend on.
+    compiled kernels are cached here by everything they depend on. `fused` allows fused multiply-add, which would change
+    the last bit of a score.
     """
-    if not grid:
+    programs = (grid, 1) if isinstance(grid, int) else grid
+    if not all(programs):
         return
-    aligned = tuple([value.data_ptr() & 15 == 0 for value in arguments if value.__class__ is Tensor])
-    key = kernel, arguments[0].device, constants, aligned
+    tensors = tuple([(one.dtype, one.data_ptr() & 15 == 0) for one in arguments if one.__class__ is Tensor])
+    key = kernel, arguments[0].device, constants, tensors, warps
     found = _COMPILED.get(key)
     if found is not None:
         compiled, translated = found
-        compiled[(grid, 1, 1)](*arguments, *translated)
+        compiled[(*programs, 1)](*arguments, *translated)
         return
     translated = [TYPES[value] if isinstance(value, torch.dtype) else value for value in constants]
     named = dict(zip(kernel.arg_names[len(arguments) :], translated, strict=True))
     if isinstance(kernel, InterpretedFunction):
-        kernel[(grid,)](*arguments, **named)
+        kernel[programs](*arguments, **named)
         return
-    # Fused multiply-add would change the last bit of a score.
-    _COMPILED[key] = kernel[(grid,)](*arguments, **named, num_warps=warps, enable_fp_fusion=False), translated
+    _COMPILED[key] = kernel[programs](*arguments, **named, num_warps=warps, enable_fp_fusion=fused), translated
 
 
 def formula_of(launch: Launch) -> tuple[Any, ...]:

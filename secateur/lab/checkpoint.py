@@ -35,6 +35,8 @@ CHECKPOINT, BEST = FOLDERS = ("checkpoint", "best")  # hold tensors
 EXTRA = '"secateur[lab]"'
 PICKLES = (".bin", ".ckpt", ".distcp", ".pickle", ".pkl", ".pt", ".pth")
 KINDS = {"step": int, "seconds": float, "best": float, "processes": int, "noted": int, "gradients": list}
+KINDS |= {"scale": float, "growth": int}
+LATER = {"scale": 0.0, "growth": 0}  # values for checkpoints from before these existed
 
 
 class Progress:
@@ -44,6 +46,7 @@ class Progress:
         self.step, self.seconds, self.best, self.processes = 0, 0.0, math.inf, 1
         self.noted = 0  # lines of metrics.jsonl written so far
         self.gradients: list[float] = []  # of one weight, by step
+        self.scale, self.growth = 0.0, 0  # state of the GradScaler in fp16
 
 
 class Checkpoint:
@@ -146,6 +149,7 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = read_json(folder / STATE, dict, StateError, f"Delete {folder} to start again.")
     if found.get("format") != FORMAT:
         raise damaged(folder / STATE, f"its format is {found.get('format')!r}, not {FORMAT}")
+    found = LATER | found
     for name, kind in KINDS.items():
         value = found.get(name)
         whole_number = type(value) is int and value >= 0
@@ -281,8 +285,9 @@ class RunFolder:
         config = json.loads(json.dumps(config))  # as it reads back: tuples become lists
         if (path / CONFIG).exists():
             found = read_json(path / CONFIG, dict, StateError, ADVICE)
-            if found != config:
-                differing = sorted(key for key in {*found, *config} if found.get(key) != config.get(key))
+            # A setting that is none may be missing: the version that began the run did not have it.
+            differing = sorted(key for key in {*found, *config} if found.get(key) != config.get(key))
+            if differing:
                 raise SecateurError(
                     f"{path} holds a run with other settings ({', '.join(differing)}). Name another folder with --out."
                 )

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from secateur.errors import ComparisonError
+from secateur.lab.costs import compile_table, cost_notes, cost_table, plain_costs
 from secateur.lab.runs import (
     EXTENDED,
     PRUNING,
@@ -293,15 +294,16 @@ def without_common(labels: Sequence[str]) -> list[str]:
 def short_names(labels: Sequence[str]) -> dict[str, str]:
     """Short names of rows beside their sparsity: "variance (end=0.6)" for "score=variance, sparsity=0.8, end=0.6"."""
     named = []
+    marks = [f" {EXTENDED}" if label.endswith(EXTENDED) else "" for label in labels]
     for label in labels:
-        words = label.split(", ")
+        words = label.removesuffix(EXTENDED).rstrip().split(", ")
         unused = PRUNING if f"{SCORE}=none" in words else ("sparsity",)
         named.append(", ".join(word for word in words if word.partition("=")[0] not in unused))
     found = {}
-    for label, full, left in zip(labels, named, without_common(named), strict=True):
+    for label, full, left, mark in zip(labels, named, without_common(named), marks, strict=True):
         first, _, rest = (left or full or label).partition(", ")
         first = first.replace(f"{SCORE}=none", "dense").replace(f"{SCORE}=", "")
-        found[label] = f"{first} ({rest})" if rest else first
+        found[label] = (f"{first} ({rest})" if rest else first) + ("" if first.endswith(EXTENDED) else mark)
     return found
 
 
@@ -323,6 +325,11 @@ class Comparison:
             if table.entries:
                 parts.append(text_table(header(self.measure), rows_of(table, self.measure)))
             parts.append("\n".join(notes(table, self.measure)))
+        if (cost := cost_table(self.rows, self.measure)) is not None:
+            parts += ["What each row cost, mean over seeds", text_table(*cost)]
+            parts.append("\n".join(cost_notes(self.rows, self.measure)))
+        if (changes := compile_table(self.rows, self.measure)) is not None:
+            parts += ["Compiled against eager, mean over seeds", text_table(*changes)]
         findings = "\n".join(f"{headline}. {detail}".strip() for headline, detail in self.findings)
         return "\n\n".join(part for part in (*parts, "\n".join(self.explained), findings) if part)
 
@@ -333,8 +340,9 @@ class Comparison:
 
     @property
     def alike(self) -> str:
-        """The settings all rows share, in a line."""
-        return "The same in every row: " + ", ".join(f"{name}={value}" for name, value in self.shared.items()) + "."
+        """The settings all rows share, in a line, without those that are not set."""
+        found = ", ".join(f"{name}={value}" for name, value in self.shared.items() if value != "none")
+        return f"The same in every row: {found}."
 
     @property
     def explained(self) -> list[str]:
@@ -343,7 +351,8 @@ class Comparison:
 
     @property
     def findings(self) -> list[tuple[str, str]]:
-        """The result at each sparsity, as a headline and what belongs under it."""
+        """The result at each sparsity, as a headline and what belongs under it. Rows that were trained for more steps
+        are not the best of those that were not."""
         names = short_names([entry.label for entry in self.final])
         levels: dict[float, list[Entry]] = {}
         for entry in best_first(self.final, self.measure):
@@ -351,7 +360,8 @@ class Comparison:
         if any(entry.from_dense for entry in self.final):
             levels.pop(0.0, None)  # the reference needs no sentence of its own
         found = []
-        for level, entries in levels.items():
+        for level, several in levels.items():
+            entries = [entry for entry in several if not entry.extended] or several
             elsewhere = {  # a baseline of another sparsity is named with it
                 one.label: f"{names[one.label]} at {100 * one.final_sparsity:.3g} %"
                 for one in self.final
@@ -374,6 +384,7 @@ class Comparison:
             "measure": {**asdict(self.measure), "judged": self.measure.judged},
             "findings": self.findings,
             "explained": self.explained,
+            "costs": plain_costs(self.rows, self.measure),
             "tables": [
                 {
                     **asdict(table),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,8 +14,12 @@ from torch import nn
 
 from secateur import optim, regrowth
 from secateur.errors import SecateurError, nearest
+from secateur.lab import published
 from secateur.lab.models import is_language_model, parameter_groups
-from secateur.optim import PRESETS
+from secateur.lab.published import EVERY_LAYER, budget_of, every_layer, preset_settings
+from secateur.lab.runs import PRUNING
+from secateur.model.distributed import unwrap
+from secateur.optim import PRESETS, Spam, as_spam
 from secateur.pruner import Pruner
 from secateur.schedules import RAMPS, Schedule, check_sparsity, constant
 from secateur.scores import resolve
@@ -22,11 +27,10 @@ from secateur.selection import SCOPES
 from secateur.settings import from_mapping, read_toml
 
 SCHEDULES = (*RAMPS, "constant")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16")
 BUDGETS = ("normal", "extended")
 MOMENTUM = 0.9  # of SGD
-# AdamWPrune trained these scores longer than the others. Here they get more steps only with budget="extended".
-MORE_STEPS = {"bitter2": 1.21, **dict.fromkeys(("bitter3", "bitter4", "bitter5", "bitter6", "bitter8", "bitter9"), 1.3)}
+SPAM = tuple(f"spam_{field.name}" for field in fields(Spam))
 
 
 Groups = list[dict[str, Any]]
@@ -38,7 +42,8 @@ class OptimizerKind:
 
     build: Callable[[Experiment, Groups, bool], torch.optim.Optimizer]
     states: int  # tensors of optimizer state per weight
-    spam: bool = False  # whether it takes the setting `spam`
+    takes_spam: bool = False  # whether it takes the setting `spam`
+    spam: str | None = None  # the preset of SPAM unless the setting names one
 
 
 def _adam(kind: Callable[..., torch.optim.Optimizer], amsgrad: bool = False) -> OptimizerKind:
@@ -52,9 +57,9 @@ def _masked_adamw(spam: str | None, amsgrad: bool = False) -> OptimizerKind:
     """Secateur's AdamW; `spam` is the preset if the experiment names none."""
 
     def build(experiment: Experiment, groups: Groups, on_gpu: bool) -> torch.optim.Optimizer:
-        return optim.AdamW(groups, **experiment.adam_settings, amsgrad=amsgrad, spam=experiment.spam or spam)
+        return optim.AdamW(groups, **experiment.adam_settings, amsgrad=amsgrad, spam=experiment.spam_settings)
 
-    return OptimizerKind(build, states=3 if amsgrad else 2, spam=True)
+    return OptimizerKind(build, states=3 if amsgrad else 2, takes_spam=True, spam=spam)
 
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
@@ -65,6 +70,38 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "adamwspam": _masked_adamw("paper", amsgrad=True),
     "adamwprune": _masked_adamw(None),
 }
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Settings that do nothing under a condition on the others, and the reason in words."""
+
+    names: tuple[str, ...]
+    when: Callable[[Any], bool]
+    why: str
+
+
+NO_SCORE = "without a score. Name one, such as variance, or ask for a dense run with --pruning-method none"
+IDLE = (
+    Idle(PRUNING, lambda wanted: wanted.score is None, NO_SCORE),
+    Idle(("begin", "end"), lambda wanted: wanted.schedule == "constant", "with schedule constant, which has no ramp"),
+    Idle(
+        ("schedule", "begin", "end"), lambda wanted: wanted.pattern is not None and not wanted.sparsity,
+        "with a pattern alone, which asks for its sparsity from the first update on",
+    ),
+    Idle(("drop", "until"), lambda wanted: wanted.regrow is None, "without regrow. Set it to gradient or random"),
+    Idle(("mask_gradients",), lambda wanted: not wanted.clip, "without clipping. Set clip above 0"),
+    Idle(("beta1", "beta2"), lambda wanted: wanted.optimizer == "sgd", "with sgd, whose momentum is fixed"),
+    Idle(
+        ("context", "evaluation"), lambda wanted: not is_language_model(wanted.model),
+        "with a model of images, which is evaluated on the whole held-out set",
+    ),
+    Idle(SPAM, lambda wanted: spam_preset(wanted) is None, "without spam. Set it to paper or adamwprune"),
+    Idle(
+        ("budget",), lambda wanted: wanted.budget == "extended" and budget_of(wanted.score) == 1,
+        "for this score: AdamWPrune gave it no more steps. Set steps",
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,18 +116,29 @@ class Experiment:
     context: int = 128  # tokens in a sequence
     optimizer: str = "adamw"
     lr: float = 1e-3
-    warmup: int = 50  # steps
+    warmup: float = 50  # steps, or below 1 a fraction of the steps
     final_lr: float = 0.1  # learning rate at the end of the cosine, as a fraction of lr
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.999
     clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     spam: str | None = None  # preset of SPAM (clips gradient spikes, resets moments)
+    spam_theta: float | None = None  # these change one setting of the preset: see secateur.optim.Spam
+    spam_every: int | None = None
+    spam_warmup: int | None = None
+    spam_spike: float | None = None  # 0: no detection of spikes
+    spam_quiet: int | None = None
+    spam_floor: float | None = None
+    spam_clip_unseen: bool | None = None
+    spam_restart_bias: bool | None = None
+    spam_warm_decay: bool | None = None
     score: str | None = None  # None: dense
     sparsity: float = 0.0
+    preset: str | None = None  # where the settings of the ramp, budget and layers come from: see published.py
+    prunable: str | None = None  # None: as Pruner chooses; "adamwprune": every layer, a tied head too
     schedule: str = "cubic"
-    begin: float = 0.1  # fraction of the steps
-    end: float = 0.8  # fraction of the steps
+    begin: float = 0.1  # fraction of the steps, or above 1 a number of steps; end and until too
+    end: float = 0.8
     every: int = 20  # steps between mask updates
     scope: str = "model"
     pattern: str | None = None
@@ -98,7 +146,8 @@ class Experiment:
     skip: tuple[str, ...] = ()
     regrow: str | None = None  # "gradient" (RigL) or "random" (SET)
     drop: float = 0.3  # fraction of the kept weights exchanged at first
-    until: float = 0.75  # fraction of the steps after which no weight regrows
+    until: float = 0.75  # from here on no weight regrows
+    mask_gradients: bool = False  # leave gradients of pruned weights out of the norm that clipping reads
     precision: str = "fp32"
     compile: bool = False
     evaluate_every: int = 100
@@ -108,7 +157,8 @@ class Experiment:
     def __post_init__(self) -> None:
         words: dict[str, tuple[str, ...]] = {"optimizer": tuple(OPTIMIZERS), "spam": tuple(PRESETS)}
         words |= {"schedule": SCHEDULES, "scope": SCOPES, "regrow": regrowth.KINDS}
-        words |= {"precision": PRECISIONS, "budget": BUDGETS}
+        words |= {"precision": PRECISIONS, "budget": BUDGETS, "prunable": (EVERY_LAYER,)}
+        words |= {"preset": published.PRESETS}
         for name, known in words.items():
             if getattr(self, name) is not None:
                 _check_word(name, getattr(self, name), known)
@@ -121,42 +171,80 @@ class Experiment:
         for name, (low, high) in ranges.items():
             if not low <= getattr(self, name) <= high:
                 raise SecateurError(f"{name} must be between {low:g} and {high:g}; got {getattr(self, name)}.")
-        if self.spam and not OPTIMIZERS[self.optimizer].spam:
-            takers = " or ".join(name for name, kind in OPTIMIZERS.items() if kind.spam)
+        if self.spam and not OPTIMIZERS[self.optimizer].takes_spam:
+            takers = " or ".join(name for name, kind in OPTIMIZERS.items() if kind.takes_spam)
             raise SecateurError(f"spam goes with {takers}, not with {self.optimizer}.")
+        _check_idle(self)
+        _ = self.spam_settings  # raises for settings that SPAM does not take
         self._check_pruning()
 
     def _check_pruning(self) -> None:
         check_sparsity(self.sparsity)
-        if self.score is None and (self.sparsity or self.pattern or self.regrow):
-            raise SecateurError("sparsity, pattern and regrow do nothing without a score. Name one, such as variance.")
+        for name in ("warmup", "begin", "end", "until"):
+            value = getattr(self, name)
+            if value < 0 or (value > 1 and not float(value).is_integer()):
+                raise SecateurError(f"{name} must be a fraction of the steps or a whole number of them; got {value}.")
         if self.score is not None:
             resolve(self.score)
             if not self.sparsity and self.pattern is None:
                 raise SecateurError(f"score {self.score!r} needs a sparsity above 0, or a pattern.")
-        if not 0 < self.until <= 1:
-            raise SecateurError(f"until must be a fraction of the steps above 0, at most 1; got {self.until}.")
-        if self.regrow is not None and self.schedule in RAMPS and self.until < self.end:
+        if self.mask_gradients and self.regrow == "gradient":
             raise SecateurError(
-                f"Weights regrow until {self.until:g} of the steps, but sparsity rises until {self.end:g}: none would"
-                " regrow at the final sparsity. Set until to more than end, or end to less."
+                "regrow = 'gradient' ranks pruned weights by the gradients that mask_gradients removes. Leave one out,"
+                " or use regrow = 'random'."
             )
-        if not 0 <= self.begin < self.end <= 1:
+        if not self.until:
+            raise SecateurError("until must be a fraction of the steps above 0, or a number of steps; got 0.")
+        if self.regrow is not None and self.schedule in RAMPS and self.until_step < self.end_step:
             raise SecateurError(
-                f"begin and end must be fractions of the steps with begin < end; got {self.begin} and {self.end}."
+                f"Weights regrow until step {self.until_step}, but sparsity rises until step {self.end_step}: none"
+                " would regrow at the final sparsity. Set until to more than end, or end to less."
+            )
+        known = self.begin < self.end if max(self.begin, self.end) <= 1 else self.begin_step < self._step(self.end)
+        if not known or self.end_step > self.steps_taken:
+            raise SecateurError(
+                "begin and end must be fractions of the steps, or steps of the run if above 1, with begin < end; got"
+                f" {self.begin:g} and {self.end:g} in a run of {self.steps_taken} steps."
             )
 
     @property
     def steps_taken(self) -> int:
-        """Steps of the run: with the extended budget, 21 % or 30 % more for the scores of MORE_STEPS."""
-        more = MORE_STEPS.get(self.score or "", 1.0) if self.budget == "extended" else 1.0
-        return round(self.steps * more)
+        """Steps of the run: with the extended budget more than `steps`, by the factor AdamWPrune gave the score."""
+        return round(self.steps * budget_of(self.score)) if self.budget == "extended" else self.steps
+
+    @property
+    def step_size(self) -> int:
+        """Tokens or images in a step."""
+        return self.batch * (self.context if is_language_model(self.model) else 1)
+
+    def _step(self, value: float) -> int:
+        """The step that a fraction of the steps, or a number of them above 1, means."""
+        return int(value) if value > 1 else round(value * self.steps)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps over which the learning rate rises."""
+        return int(self.warmup) if self.warmup >= 1 else round(self.warmup * self.steps)
+
+    @property
+    def begin_step(self) -> int:
+        return self._step(self.begin)
+
+    @property
+    def end_step(self) -> int:
+        """The step at which the final sparsity is reached; the extended budget does not move it."""
+        return max(self.begin_step + 1, self._step(self.end))
+
+    @property
+    def until_step(self) -> int:
+        return max(1, self._step(self.until))
 
     def rate(self, step: int) -> float:
         """Learning rate of a step, counted from 1: linear warm-up, then cosine decay."""
-        if step <= self.warmup:
-            return self.lr * step / self.warmup
-        progress = (step - self.warmup) / max(1, self.steps_taken - self.warmup)
+        warmup = self.warmup_steps
+        if step <= warmup:
+            return self.lr * step / warmup
+        progress = (step - warmup) / max(1, self.steps_taken - warmup)
         return self.lr * (self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
     def ramp(self) -> float | Schedule | None:
@@ -165,20 +253,23 @@ class Experiment:
             return None
         if self.schedule == "constant":
             return constant(self.sparsity)
-        begin = round(self.begin * self.steps)
-        return RAMPS[self.schedule](self.sparsity, begin=begin, end=max(begin + 1, round(self.end * self.steps)))
+        return RAMPS[self.schedule](self.sparsity, begin=self.begin_step, end=self.end_step)
 
     def build_pruner(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pruner | None:
         """The pruner, or None for a dense run."""
         if self.score is None:
             return None
-        back: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         if self.regrow is not None:
-            back = {"regrow": self.regrow, "drop": self.drop, "until": max(1, round(self.until * self.steps))}
+            more = {"regrow": self.regrow, "drop": self.drop, "until": self.until_step}
         return Pruner(
             model, optimizer, score=self.score, sparsity=self.ramp(), every=self.every, scope=self.scope,
-            pattern=self.pattern, allocation=self.allocation, skip=self.skip, **back,
+            pattern=self.pattern, allocation=self.allocation, skip=self.skip, only=self.only(model), **more,
         )  # fmt: skip
+
+    def only(self, model: nn.Module) -> tuple[str, ...] | None:
+        """The layers to prune, or None for those that Pruner chooses."""
+        return None if self.prunable is None else every_layer(unwrap(model))
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of this name; biases and normalization do not decay."""
@@ -186,8 +277,57 @@ class Experiment:
         return OPTIMIZERS[self.optimizer].build(self, groups, next(model.parameters()).is_cuda)
 
     @property
+    def spam_settings(self) -> Spam | None:
+        """SPAM's settings: those of the preset with the ones that are named; None if it is off."""
+        whole = as_spam(spam_preset(self))
+        named = {name.removeprefix("spam_"): getattr(self, name) for name in SPAM if getattr(self, name) is not None}
+        if named.get("spike") == 0:
+            named["spike"] = None
+        return None if whole is None else replace(whole, **named)
+
+    @property
     def adam_settings(self) -> dict[str, Any]:
         return {"lr": self.lr, "betas": (self.beta1, self.beta2)}
+
+
+def spam_preset(wanted: Any) -> str | None:
+    """The preset of SPAM that these settings mean: the one they name, or the optimizer's own."""
+    kind = OPTIMIZERS.get(wanted.optimizer)
+    return wanted.spam or (kind.spam if kind else None)
+
+
+DEFAULTS = {field.name: field.default for field in fields(Experiment)}
+
+
+def _check_idle(wanted: Experiment) -> None:
+    """Refuse settings that would do nothing."""
+    for rule in IDLE:
+        if rule.when(wanted):
+            unread = [name for name in rule.names if getattr(wanted, name) != DEFAULTS[name]]
+            if unread:
+                does = "do" if len(unread) > 1 else "does"
+                raise SecateurError(f"{', '.join(unread)} {does} nothing {rule.why}.")
+
+
+def without_idle(found: Mapping[str, Any]) -> dict[str, Any]:
+    """These settings without those that would do nothing: of a grid, in which they do something for other cells."""
+    kept = dict(found)
+    for rule in IDLE:
+        if rule.when(SimpleNamespace(**{**DEFAULTS, **kept})):
+            kept = {name: value for name, value in kept.items() if name not in rule.names}
+    return kept
+
+
+def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of several sources, later ones first in rank. What a preset means ranks just below the source that names
+    the preset, so that settings beside it and later ones change it."""
+    score = next((layer["score"] for layer in reversed(layers) if "score" in layer), None)
+    found: dict[str, Any] = {}
+    for layer in layers:
+        if layer.get("preset") is not None:
+            found |= preset_settings(layer["preset"], score)
+        found |= layer
+    return found
 
 
 def _check_word(name: str, word: str, known: tuple[str, ...]) -> None:
@@ -196,7 +336,12 @@ def _check_word(name: str, word: str, known: tuple[str, ...]) -> None:
 
 
 def read_experiment(path: Path | None, changes: Mapping[str, Any]) -> Experiment:
-    """The experiment of a TOML file (None: all defaults) with some settings changed."""
+    """The experiment of a TOML file (None: all defaults) with some settings changed.
+
+    What the changes make the file's settings do without, such as the ramp of a run without a score, is left out.
+    """
     found = {} if path is None else read_toml(path)
     named = "the command line" if path is None or changes.keys() - found.keys() else str(path)
-    return from_mapping(Experiment, {**found, **changes}, named)
+    whole = merge(found, changes)
+    unread = without_idle(merge(found)).keys() - without_idle(whole).keys() - changes.keys()
+    return from_mapping(Experiment, {name: value for name, value in whole.items() if name not in unread}, named)

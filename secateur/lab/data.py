@@ -5,29 +5,32 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from secateur.errors import DataError, library, nearest
+from secateur.errors import DataError, nearest
 from secateur.files import appearing, check_folder, check_room, claimed, existing_folder, read_json, write
 from secateur.integrations.folder import check_free
-from secateur.integrations.text import (
-    BETWEEN,
-    PIECE,
-    VOCABULARY,
-    read_documents,
-    standard_library,
-    stream_documents,
-    token_pieces,
+from secateur.integrations.pieces import BETWEEN
+from secateur.integrations.text import VOCABULARY, read_documents, standard_library, stream_documents
+from secateur.lab.encoding import (
+    CODES,
+    dtype_for,
+    is_held_out,
+    read_tokenizer,
+    token_bytes,
+    token_numbers,
+    vocabulary_of,
 )
 from secateur.lab.images import Images, cifar, digits, fingerprint_of, generator, mnist
+from secateur.lab.shards import PARTS, Shards, prepare_stream, read_shards
 
 __all__ = ["FORMS", "Images", "Tokens", "load", "prepare"]
 
@@ -35,18 +38,16 @@ HELD_OUT = 10  # one part in ten is held out where the data does not come split
 STREAMED = 1 << 27  # bytes read of a streamed dataset
 CHUNK = 1 << 22  # tokens at a time in the search for the largest one
 DTYPES = {"uint16": torch.uint16, "uint32": torch.int32}  # torch maps uint32 as int32: no vocabulary reaches 2^31
-CODES = {"uint16": "H", "uint32": "I"}  # type codes of Python's arrays
 LETTERS_PER_TOKEN = 4  # a rough guess for tokenizers, to check the free disk space
-GPT2 = "gpt2:"
-GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # the names at OpenAI and at Hugging Face
+DATASET = "dataset:"
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
     """Flat training and held-out tokens; .bin files are memory-mapped."""
 
-    train: Tensor
-    held_out: Tensor
+    train: Tensor | Shards
+    held_out: Tensor | Shards
     vocabulary: int
     name: str
 
@@ -71,7 +72,8 @@ class Tokens:
 
     def fingerprint(self) -> str:
         """A hash that tells this data from other data of the same name."""
-        return fingerprint_of(self.train, self.held_out)
+        parts = [part.parts if isinstance(part, Shards) else [part] for part in (self.train, self.held_out)]
+        return fingerprint_of(*parts[0], *parts[1])
 
     def check_vocabulary(self, model: int) -> None:
         """Refuse a model whose embedding is smaller than this vocabulary."""
@@ -81,14 +83,14 @@ class Tokens:
                 f" least {self.vocabulary:,}, or tokenize the text with the model's own tokenizer."
             )
 
-    def _check_room(self, tokens: Tensor, which: str, context: int) -> None:
+    def _check_room(self, tokens: Tensor | Shards, which: str, context: int) -> None:
         if context < 1 or tokens.numel() <= context:
             raise DataError(
                 f"{self.name} has {tokens.numel():,} {which} tokens; a window of context {context:,} takes"
                 f" {context + 1:,}. Use a context of at least 1 that fits, or more text."
             )
 
-    def _windows(self, tokens: Tensor, starts: Tensor, context: int) -> Tensor:
+    def _windows(self, tokens: Tensor | Shards, starts: Tensor, context: int) -> Tensor:
         found = tokens[starts[:, None] + torch.arange(context + 1)].long()
         low, high = (int(edge) for edge in found.aminmax())
         if low < 0 or high >= self.vocabulary:
@@ -132,14 +134,15 @@ def split_by_content(documents: Iterable[str]) -> tuple[bytearray, bytearray]:
     parts = bytearray(), bytearray()
     for document in documents:
         raw = (document + BETWEEN).encode()
-        parts[zlib.crc32(raw) % HELD_OUT == 0].extend(raw)
+        parts[is_held_out(raw, 1 / HELD_OUT)].extend(raw)
         if sum(map(len, parts)) >= STREAMED:
             break
     return parts
 
 
 def file_tokens(path: str, name: str) -> Tokens:
-    """train.bin and val.bin of a folder, flat little-endian integers, with an optional meta.json or tokenizer.json."""
+    """train.bin and val.bin of a folder, flat little-endian integers, with an optional meta.json or tokenizer.json; or
+    the shards that its meta.json lists."""
     folder = existing_folder(path)
     meta = read_json(folder / "meta.json", dict) if (folder / "meta.json").exists() else {}
     size = meta.get("vocabulary", meta.get("vocab_size", _tokenizer_size(folder)))
@@ -152,8 +155,11 @@ def file_tokens(path: str, name: str) -> Tokens:
         raise DataError(
             f'{folder} has a vocabulary of {size:,}, too large for uint16. Put {{"dtype": "uint32"}} into meta.json.'
         )
-    train, held_out = (_mapped(folder / f"{part}.bin", dtype, _count(meta, part)) for part in ("train", "val"))
-    return Tokens(train, held_out, size or 1 + max(map(_largest, (train, held_out))), name)
+    if "shards" in meta and size is not None:
+        train, held_out = (read_shards(folder, meta, partial(_mapped, dtype), part) for part in PARTS)
+        return Tokens(train, held_out, size, name)
+    mapped = [_mapped(dtype, folder / f"{part}.bin", _count(meta, part)) for part in PARTS]
+    return Tokens(mapped[0], mapped[1], size or 1 + max(map(_largest, mapped)), name)
 
 
 def _count(meta: dict[str, Any], part: str) -> int | None:
@@ -161,7 +167,7 @@ def _count(meta: dict[str, Any], part: str) -> int | None:
     return counts.get(part) if isinstance(counts, dict) else None
 
 
-def _mapped(path: Path, dtype: str, count: int | None) -> Tensor:
+def _mapped(dtype: str, path: Path, count: int | None) -> Tensor:
     if not path.is_file():
         raise DataError(f"There is no {path.name} in {path.parent}. `secateur data TEXT --out FOLDER` writes one.")
     size, each = path.stat().st_size, DTYPES[dtype].itemsize
@@ -217,77 +223,55 @@ def load(spec: str) -> Tokens | Images:
 
 
 def prepare(
-    source: str, out: Path, tokenizer: str = "byte", held_out: float = 0.1, *, overwrite: bool = False
+    source: str,
+    out: Path,
+    tokenizer: str = "byte",
+    held_out: float = 0.1,
+    *,
+    overwrite: bool = False,
+    **streamed: Any,
 ) -> dict[str, Any]:
-    """Write train.bin, val.bin, meta.json and the tokenizer; returns what is in meta.json.
+    """Write token files, meta.json and the tokenizer into a folder; returns what is in meta.json.
 
-    The folder appears only when it is complete. `held_out` is the fraction of the text for val.bin.
+    The folder appears only when it is complete. `held_out` is the fraction of the text for validation. A `dataset:` is
+    streamed into shards, with the settings `tokens`, `column` and `workers` (see `prepare_stream`); other text is read
+    whole into train.bin and val.bin.
     """
     folder = out.expanduser().absolute()
     if not 0 < held_out < 1:
         raise DataError(f"--held-out must be a fraction between 0 and 1, such as 0.1; got {held_out:g}.")
+    given = [f"--{name}" for name, value in streamed.items() if value is not None]
+    if given and not source.startswith(DATASET):
+        raise DataError(f"{' and '.join(given)} goes with dataset:NAME, which is streamed; {source} is read whole.")
     with claimed(folder):
         check_free(folder, overwrite, "data set", ("meta.json",))
         check_folder(folder)
-        return _prepare(source, folder, tokenizer, held_out)
+        if not source.startswith(DATASET):
+            return _prepare(source, folder, tokenizer, held_out)
+        wanted = {name: value for name, value in streamed.items() if value is not None}
+        return prepare_stream(source, folder, tokenizer, held_out, overwrite=overwrite, **wanted)
 
 
 def _prepare(source: str, folder: Path, tokenizer: str, held_out: float) -> dict[str, Any]:
     encoder = read_tokenizer(tokenizer)
-    size = VOCABULARY if encoder is None else 1 + max(encoder.get_vocab().values())
-    dtype = "uint16" if size <= 1 << 16 else "uint32"
+    size = vocabulary_of(encoder)
+    dtype = dtype_for(size)
     documents = read_documents(source)
     letters = sum(map(len, documents)) // (1 if encoder is None else LETTERS_PER_TOKEN)
     check_room(folder, letters * array(CODES[dtype]).itemsize)
     digest = hashlib.sha256(BETWEEN.join(documents).encode()).hexdigest()
-    with appearing(folder) as partial:
-        parts = zip(("train", "val"), split_documents(documents, held_out), strict=True)
-        counts = {part: _write(partial / f"{part}.bin", CODES[dtype], _numbers(encoder, text)) for part, text in parts}
+    with appearing(folder) as fresh:
+        parts = zip(PARTS, split_documents(documents, held_out), strict=True)
+        counts = {part: _write(fresh / f"{part}.bin", dtype, token_numbers(encoder, text)) for part, text in parts}
         if not all(counts.values()):
             found = " and ".join(f"{count:,} tokens in {part}.bin" for part, count in counts.items())
             raise DataError(f"{source} would give {found}. Give a longer text.")
         if encoder is not None:
-            encoder.save(str(partial / "tokenizer.json"))
+            write(fresh / "tokenizer.json", encoder.to_str(pretty=True))
         meta = {"vocabulary": size, "dtype": dtype, "tokens": counts, "tokenizer": tokenizer}
         meta |= {"source": source, "sha256": digest, "held_out": held_out}
-        write(partial / "meta.json", json.dumps(meta, indent=1) + "\n")
+        write(fresh / "meta.json", json.dumps(meta, indent=1) + "\n")
     return meta
-
-
-def read_tokenizer(name: str) -> Any:
-    """A tokenizer of the library `tokenizers`; None for bytes."""
-    if name == "byte":
-        return None
-    tokenizers = library("tokenizers", f"The tokenizer {name}", "'secateur[lab]'")
-    if name.startswith(GPT2):
-        return _gpt2(tokenizers, existing_folder(name.removeprefix(GPT2)))
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise DataError(f"There is no tokenizer {name}. Use byte, a tokenizer.json, or gpt2:FOLDER.")
-    try:
-        found = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no narrower class
-        raise DataError(f"{path} is not a tokenizer.json: {error}.") from error
-    found.no_truncation()
-    found.no_padding()
-    return found
-
-
-def _gpt2(tokenizers: Any, folder: Path) -> Any:
-    for names in GPT2_FILES:
-        vocabulary, merges = (folder / name for name in names)
-        if vocabulary.is_file() and merges.is_file():
-            break
-    else:
-        pairs = ", or ".join(" and ".join(names) for names in GPT2_FILES)
-        raise DataError(f"{folder} does not hold GPT-2's tokenizer: {pairs}.")
-    try:
-        found = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocabulary), str(merges)))
-    except Exception as error:  # the library raises no narrower class
-        raise DataError(f"{vocabulary} and {merges.name} are not a byte-level BPE tokenizer: {error}.") from error
-    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = tokenizers.decoders.ByteLevel()
-    return found
 
 
 def split_documents(documents: Sequence[str], share: float) -> tuple[str, str]:
@@ -320,28 +304,11 @@ def _boundary(text: str, share: float) -> int:
     return place
 
 
-def _numbers(encoder: Any, text: str) -> Iterator[Iterable[int]]:
-    """The tokens of a text, in pieces."""
-    if encoder is None:
-        for start in range(0, len(text), PIECE):
-            yield list(text[start : start + PIECE].encode())
-        return
-
-    def encode(piece: str, **_: bool) -> dict[str, list[int]]:
-        return {"input_ids": encoder.encode(piece, add_special_tokens=False).ids}
-
-    for numbers in token_pieces(encode, text):
-        yield numbers.tolist()
-
-
-def _write(path: Path, code: str, pieces: Iterable[Iterable[int]]) -> int:
-    """Write the tokens, little endian on any machine, and return how many there were."""
+def _write(path: Path, dtype: str, pieces: Iterable[Sequence[int]]) -> int:
+    """Write the tokens and return how many there were."""
     count = 0
     with path.open("wb") as file:
         for piece in pieces:
-            numbers = array(code, piece)
-            if sys.byteorder == "big":
-                numbers.byteswap()
-            numbers.tofile(file)
-            count += len(numbers)
+            file.write(token_bytes(dtype, piece))
+            count += len(piece)
     return count

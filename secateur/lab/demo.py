@@ -30,9 +30,10 @@ from secateur.selection.exact import CHUNK
 EXTRA = "'secateur[demo]'"
 DENSE = Experiment(
     model="gpt-4x128x4", data="python", context=64, steps=450, batch=20, lr=3e-3, warmup=40, beta2=0.99,
-    schedule="late_cubic", every=10, evaluate_every=25, evaluation=128,
+    evaluate_every=25, evaluation=128,
 )  # fmt: skip
 SPARSITY = 0.8
+RAMP: dict[str, Any] = {"schedule": "late_cubic", "every": 10}
 SCORES = ("magnitude", "variance")
 HEADER = ("run", "perplexity", "vs dense", "sparsity", "of the model", "seconds")
 SHOWN = ("run", "perplexity", "vs dense", "sparsity")  # on the page, where more would not fit a phone
@@ -76,7 +77,7 @@ class Recorder(Callback):
 
     def __init__(self, run: Run, experiment: Experiment) -> None:
         self.run, every = run, experiment.every
-        begin, end = experiment.begin * experiment.steps, experiment.end * experiment.steps
+        begin, end = experiment.begin_step, experiment.end_step
         self._watched = {int(begin + (end - begin) * part / 4) // every * every for part in (2, 3, 4)}
         self._scores: tuple[list[float], list[int]] | None = None
 
@@ -144,7 +145,7 @@ def demo(out: Path, steps: int | None = None) -> list[Run]:
         library(name, "The demo", EXTRA)  # now, not after minutes of training
     began = time.perf_counter()
     dense = DENSE if steps is None else replace(DENSE, steps=steps)
-    experiments = [dense, *(replace(dense, score=score, sparsity=SPARSITY) for score in SCORES)]
+    experiments = [dense, *(replace(dense, score=score, sparsity=SPARSITY, **RAMP) for score in SCORES)]
     execution = Execution(cpu=not torch.cuda.is_available())
     corpus = standard_library()
     data = Tokens(corpus.train, corpus.held_out, VOCABULARY, "python")

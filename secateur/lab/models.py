@@ -181,6 +181,12 @@ class Causal(nn.Module):
         return logits
 
 
+def size_of(name: str) -> tuple[int, int]:
+    """Layers and width of the language model of this name."""
+    shape = SMALL_GPT.fullmatch(name)
+    return GPT2[name][:2] if shape is None else (int(shape[1]), int(shape[2]))
+
+
 def language_model(name: str, vocabulary: int, context: int, most_layers: int = 1000) -> nn.Module:
     """The GPT of this name, with at most `most_layers` layers."""
     if (shape := SMALL_GPT.fullmatch(name)) is not None:

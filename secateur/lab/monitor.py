@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,7 @@ BUSY = 0.25  # the machine is busy if other processes use more than this fractio
 LOAD_SECONDS = 0.5  # for which the load is sampled before the demo
 PARTS = ("data", "forward", "backward", "optimizer", "masks")
 SAMPLED = 53  # one step in this many is timed; a prime, so that steps with mask updates get their share
+NOT_FIGURES = ("seconds", "gpu")  # of a sample: when, and of which GPU
 BETAS = (0.8, 0.9, 0.999)  # of the gradient's moving averages
 
 
@@ -133,16 +137,30 @@ class Stopwatch:
 
 
 class Monitor:
-    """Inside a `with`, samples the GPU's utilization, memory in use and power every second."""
+    """Inside a `with`, samples the GPU of this process every second, and notes the most memory in use (`peak_bytes`).
+
+    A sample has what NVML reports: the share of time in which the GPU was busy and in which it read or wrote memory,
+    in percent, the bytes in use by all processes, and the power. `off` says why there are none. The peak is that of
+    torch's allocator on a GPU, and of the resident memory of this process, once a second, on a CPU.
+    """
 
     def __init__(self, device: torch.device, every: float = 1.0) -> None:
         self._device, self._every = device, every
         self._over = threading.Event()
-        self.samples: list[dict[str, float]] = []
         self._thread: threading.Thread | None = None
+        self._began = 0.0
+        self._read: Callable[[], dict[str, float]] | None = None
+        self.samples: list[dict[str, float]] = []
+        self.off: str | None = "there is no GPU in this run"
+        self.peak_bytes = 0
 
     def __enter__(self) -> Monitor:
-        if self._device.type == "cuda" and self._sample() is not None:
+        self._began = time.perf_counter()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._read, self.off = nvml_reader(self._device)
+        self._note_memory()
+        if self._read is not None or self._device.type == "cpu":
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
         return self
@@ -151,26 +169,69 @@ class Monitor:
         self._over.set()
         if self._thread is not None:
             self._thread.join()
+        self._note_memory()
 
     def _watch(self) -> None:
-        began = time.perf_counter()
         while not self._over.wait(self._every):
-            if (found := self._sample()) is not None:
-                self.samples.append({"seconds": round(time.perf_counter() - began, 2), **found})
+            self._note_memory()
+            if self._read is not None:
+                found = self._read()
+                if found:
+                    self.samples.append({"seconds": round(time.perf_counter() - self._began, 2), **found})
 
-    def _sample(self) -> dict[str, float] | None:
-        """What NVML reports, or None if its Python package is not installed or the driver does not answer."""
-        free, whole = torch.cuda.mem_get_info(self._device)
-        try:
-            busy, milliwatts = torch.cuda.utilization(self._device), torch.cuda.power_draw(self._device)
-        except (RuntimeError, ModuleNotFoundError):  # torch raises these for a missing driver and a missing pynvml
-            return None
-        return {"busy": float(busy), "memory_bytes": float(whole - free), "watts": milliwatts / 1e3}
+    def _note_memory(self) -> None:
+        if self._device.type == "cuda":
+            now = torch.cuda.max_memory_allocated(self._device)
+        else:
+            now = library("psutil", "Measuring the memory", EXTRA).Process().memory_info().rss
+        self.peak_bytes = max(self.peak_bytes, int(now))
 
     def means(self) -> dict[str, float]:
         """Means of all samples."""
-        keys = self.samples[0].keys() - {"seconds"} if self.samples else ()
-        return {key: round(sum(sample[key] for sample in self.samples) / len(self.samples), 3) for key in sorted(keys)}
+        return means_of(self.samples)
+
+
+def nvml_reader(device: torch.device) -> tuple[Callable[[], dict[str, float]] | None, str | None]:
+    """A function that samples this GPU, or None and the reason why it cannot be sampled."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return None, "pynvml is not installed: pip install nvidia-ml-py, or 'secateur[gpu]'"
+    try:
+        nvml.nvmlInit()
+        # By UUID: NVML counts all GPUs, and torch only those that CUDA_VISIBLE_DEVICES names.
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        _sample(nvml, handle)
+    except nvml.NVMLError as error:
+        return None, f"NVML answers: {error}"
+    return lambda: _sample_or_nothing(nvml, handle), None
+
+
+def _sample(nvml: Any, handle: Any) -> dict[str, float]:
+    rates = nvml.nvmlDeviceGetUtilizationRates(handle)
+    found = {"busy": float(rates.gpu), "memory_access": float(rates.memory)}
+    found["memory_bytes"] = float(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+    with contextlib.suppress(nvml.NVMLError):  # not every GPU reports its power
+        found["watts"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
+    return found
+
+
+def _sample_or_nothing(nvml: Any, handle: Any) -> dict[str, float]:
+    """A sample; nothing if the driver does not answer this time."""
+    try:
+        return _sample(nvml, handle)
+    except nvml.NVMLError:
+        return {}
+
+
+def means_of(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of every figure over the samples that have it."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for key, value in sample.items():
+            if key not in NOT_FIGURES:
+                found.setdefault(key, []).append(value)
+    return {key: round(sum(values) / len(values), 3) for key, values in sorted(found.items())}
 
 
 class OneWeight:

@@ -18,7 +18,12 @@ EXTRA = "'secateur[demo]'"
 WIDTH = 4.3  # inches of a figure whose labels stay legible on a phone, where it is scaled down least
 COLUMN = "display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min({}px,100%),1fr))"  # least width
 BLUE, ORANGE, GREY, GREEN = "#0072b2", "#d55e00", "#9ca3af", "#009e73"
-GPU = {"busy": ("busy, %", 1.0), "memory_bytes": ("memory, GB", 1e9), "watts": ("power, W", 1.0)}
+GPU = {
+    "busy": ("busy, %", 1.0),
+    "memory_access": ("memory access, %", 1.0),
+    "memory_bytes": ("memory, GB", 1e9),
+    "watts": ("power, W", 1.0),
+}
 
 Draw = Callable[[Any], None]
 Bars = tuple[str, str, Sequence[float]]  # label, colour, sparsity of each layer
@@ -93,12 +98,28 @@ def render_run(folder: Path, name: str, summary: Mapping[str, Any]) -> str:
         ("budget", summary["budget"]),
         ("sparsity of prunable weights", f"{summary['sparsity']:.4%}"),
         ("seconds", f"{summary['seconds']:.1f}"),
+        *_resources(summary),
     ]
     versions = ", ".join(f"{package} {version}" for package, version in summary["versions"].items())
     footer = html.escape(f"{summary['hardware']}; {versions}; commit {summary['commit']}.")
     warning = warning_box(load.warning if load else None)
     parts = [warning, f"<p>{html.escape(name)}</p>", html_table(("", "value"), rows)]
     return document(run_headline(summary), parts, _run_figures(folder, lines, summary), footer)
+
+
+def _resources(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Throughput, memory and use of the GPU, as far as the run recorded them."""
+    tokens = "tokens" if summary["quality_name"] == "perplexity" else "images"
+    rows = []
+    if summary.get("seen") and summary["seconds"]:
+        rows.append((f"{tokens} a second", f"{summary['seen'] / summary['seconds']:,.0f}"))
+    if summary.get("epochs"):
+        rows.append(("passes over the data", f"{summary['epochs']:.2f}"))
+    if summary.get("peak_bytes"):
+        rows.append(("most memory in use, GB", f"{summary['peak_bytes'] / 1e9:.2f}"))
+    gpu = summary.get("gpu") or {}
+    rows += [(f"GPU: {GPU[key][0]}", f"{value / GPU[key][1]:.1f}") for key, value in gpu.items() if key in GPU]
+    return rows
 
 
 def run_headline(summary: Mapping[str, Any]) -> str:
@@ -124,7 +145,11 @@ def _run_figures(folder: Path, lines: Lines, summary: Mapping[str, Any]) -> list
         figures.append(block("The gradient of one weight", said, _gradient(values)))
     if (folder / "gpu.json").exists():
         samples = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
-        figures += [block(f"GPU: {words}", "", _gpu(samples, key, words, unit)) for key, (words, unit) in GPU.items()]
+        shown = {key: text for key, text in GPU.items() if key in samples[0]}
+        said = "A line for every GPU." if len({one.get("gpu") for one in samples}) > 1 else ""
+        figures += [
+            block(f"GPU: {words}", said, _gpu(samples, key, words, unit)) for key, (words, unit) in shown.items()
+        ]
     return figures
 
 
@@ -169,7 +194,9 @@ def _gradient(values: Sequence[float]) -> str:
 
 def _gpu(samples: Sequence[Mapping[str, float]], key: str, label: str, unit: float) -> str:
     def draw(axes: Any) -> None:
-        axes.plot([one["seconds"] for one in samples], [one[key] / unit for one in samples], color=BLUE)
+        for number in dict.fromkeys(one.get("gpu", 0) for one in samples):  # a line for every GPU of the run
+            own = [one for one in samples if one.get("gpu", 0) == number and key in one]
+            axes.plot([one["seconds"] for one in own], [one[key] / unit for one in own], linewidth=1.2)
         axes.set(xlabel="seconds", ylabel=label, ylim=(0, None))
 
     return figure(draw, width=WIDTH, height=2.2)

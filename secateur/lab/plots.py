@@ -6,6 +6,7 @@ import html
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -23,6 +24,19 @@ from secateur.lab.compare import (
     short_names,
     written,
 )
+from secateur.lab.cost_plots import LEGEND_LETTERS, compile_chart, quality_by_memory
+from secateur.lab.costs import (
+    PEAK,
+    RATE,
+    SECONDS,
+    columns,
+    compile_pairs,
+    compile_table,
+    cost_notes,
+    cost_table,
+    pair_name,
+    shown,
+)
 from secateur.lab.page import block, figure, layer_bars, legend_columns
 from secateur.lab.runs import Evaluation, Measure, Row, number
 from secateur.lab.statistics import Difference, Estimate, exponential, percent
@@ -37,7 +51,6 @@ WIDTH = 4.6  # inches: text of 10 points stays legible on a phone
 FEW = 4  # rows with bars for every layer
 MOST_LINES = 6  # in a figure of quality against sparsity
 MOST_CURVES = 8
-LEGEND_LETTERS = 60  # that fit beside each other below a figure
 LONG_NAME, LONG_LABEL = 14, 40  # letters of a row in a column name, and of all rows in a label of a legend
 
 
@@ -56,6 +69,7 @@ def render(found: Comparison) -> str:
         html_table(*summary(found)),
         "".join(f"<p>{html.escape(note)}</p>" for note in notes(final, found.measure)),
         f'<div class="figures">{"".join(figures[2:])}</div>',
+        _costs(found),
         "<details><summary>Full tables: at the end, at equal steps, at equal seconds</summary>",
         *(_table(one, found.measure) for one in found.tables),
         f"<p>{'<br>'.join(map(html.escape, found.explained))}</p></details>",
@@ -78,6 +92,8 @@ def summary(found: Comparison) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     base = base if 0 < len(base) <= LONG_NAME else "baseline"
     dense = any(entry.from_dense and entry.dense != entry.baseline for entry in found.final)
     ordered, rows = best_first(found.final, measure), []
+    whole = {row.label: row for row in found.rows}
+    cost = {key: name for key, name in columns(found.rows, measure).items() if key in (PEAK, SECONDS, RATE)}
     labels = _with_sparsity([(names[entry.label], entry.final_sparsity) for entry in ordered])
     for entry, label in zip(ordered, labels, strict=True):
         mean = mean_quality(entry, measure)
@@ -86,12 +102,43 @@ def summary(found: Comparison) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
             compared = f"{_share(entry.difference, measure)} {entry.verdict}"
         away = _share(entry.from_dense, measure) if entry.from_dense else "-"
         value = f"{mean:.2%}" if measure.name == "accuracy" else f"{mean:.4g}"
-        rows.append((label, compared, *((away,) if dense else ()), value, f"{100 * entry.sparsity:.3g} %"))
-    return ("row", f"against {base}", *(("from dense",) if dense else ()), measure.name, "sparsity"), rows
+        spent = (shown(whole[entry.label], key) for key in cost)
+        rows.append((label, compared, *((away,) if dense else ()), value, f"{100 * entry.sparsity:.3g} %", *spent))
+    head = ("row", f"against {base}", *(("from dense",) if dense else ()), measure.name, "sparsity")
+    return (*head, *cost.values()), rows
 
 
 def _share(found: Difference, measure: Measure) -> str:
     return written(percent(found, logarithmic=measure.logarithmic), "+.1f", " %")
+
+
+def _costs(found: Comparison) -> str:
+    """What the rows cost: tables, quality against memory, and compiled against eager."""
+    rows, measure = found.rows, found.measure
+    cost = cost_table(rows, measure)
+    if cost is None:
+        return ""
+    pairs = [(pair_name(eager), reached(eager)) for eager, _ in compile_pairs(rows)]
+    short = short_names([name for name, _ in pairs])
+    with_sparsity = _with_sparsity([(short[name], sparsity) for name, sparsity in pairs])
+    of_pairs = dict(zip((name for name, _ in pairs), with_sparsity, strict=True))
+    changes = compile_table(rows, measure, of_pairs)
+    names, colours = short_names([row.label for row in rows]), {k: v[0] for k, v in styles(found).items()}
+    labels = dict(zip((row.label for row in rows), _labels(rows, names), strict=True))
+    figures = []
+    if scatter := quality_by_memory(rows, measure, labels, colours, WIDTH):
+        better = "down" if measure.logarithmic else "up"
+        text = f"A point for every row, mean over seeds. Better is {better} and to the left."
+        figures.append(block(f"{measure.name.capitalize()} against memory", text, scatter))
+    if chart := compile_chart(rows, measure, of_pairs, WIDTH):
+        text = "Change of each figure with torch.compile, mean over seeds, all else equal."
+        figures.append(block("Compiled against eager", text, chart))
+    parts = [f'<div class="figures">{"".join(figures)}</div>' if figures else ""]
+    if changes is not None:
+        parts += ["<h2>Compiled against eager</h2>", html_table(*changes)]
+    under = "".join(f"<p>{html.escape(note)}</p>" for note in cost_notes(rows, measure))
+    parts += ["<details><summary>What each row cost, mean over seeds</summary>", html_table(*cost), under, "</details>"]
+    return "".join(parts)
 
 
 def _table(found: Table, measure: Measure) -> str:
@@ -408,7 +455,7 @@ def lines_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
     lines: dict[str, list[Row]] = {}
     for row in rows:
         others = {axis: value for axis, value in row.settings.items() if axis != SPARSITY}
-        lines.setdefault(Row(others, row.runs).label, []).append(row)
+        lines.setdefault(replace(row, settings=others).label, []).append(row)
     return {label: sorted(members, key=reached) for label, members in lines.items()}
 
 

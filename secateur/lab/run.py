@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +14,7 @@ from secateur.errors import SaveError, library
 from secateur.files import appearing
 from secateur.lab.checkpoint import BEST, GPU, GRADIENT, WEIGHTS, RunFolder
 from secateur.lab.data import Tokens
-from secateur.lab.monitor import LoadMeter, Monitor, OneWeight
+from secateur.lab.monitor import LoadMeter, Monitor, OneWeight, means_of
 from secateur.lab.record import commit, hardware, versions
 from secateur.lab.trainer import EXTRA, Callback, Trainer
 from secateur.model.prunable import plain_name
@@ -43,18 +44,30 @@ def _run(trainer: Trainer, folder: RunFolder) -> dict[str, Any]:
     trainer.callbacks.insert(0, recorder)
     meter = LoadMeter()
     with Monitor(trainer.accelerator.device) as monitor:
+        if monitor.off and trainer.accelerator.device.type == "cuda" and trainer.accelerator.is_main_process:
+            print(f"secateur: the GPU is not monitored: {monitor.off}", file=sys.stderr)
         found = trainer.train()
+    samples, peaks = _of_all_processes(trainer, monitor)
     summary = summarize(trainer, found) | {
-        "gpu": monitor.means(),
+        "gpu": means_of(samples),
+        "gpu_off": monitor.off,
+        "peak_bytes": max(peaks),
         # The processes of one run count each other as other processes.
         "cpu_load": asdict(meter.load()) if trainer.accelerator.num_processes == 1 else None,
         "gradient_of": {"name": recorder.one_weight.name, "index": recorder.one_weight.index},
     }
     if trainer.accelerator.is_main_process and progress.step == wanted.steps_taken:  # else it is to be continued
-        extras = {GRADIENT: progress.gradients, GPU: monitor.samples}
+        extras = {GRADIENT: progress.gradients, GPU: samples}
         folder.finish(summary, trainer.pruner.report().to_json() if trainer.pruner else None, extras)
     trainer.accelerator.end_training()
     return summary
+
+
+def _of_all_processes(trainer: Trainer, monitor: Monitor) -> tuple[list[dict[str, float]], list[int]]:
+    """The samples of every process's GPU, and the most memory each process used."""
+    gather = library("accelerate.utils", "Training", EXTRA).gather_object
+    mine = trainer.accelerator.process_index
+    return gather([{"gpu": mine, **sample} for sample in monitor.samples]), gather([monitor.peak_bytes])
 
 
 class Recorder(Callback):
@@ -106,6 +119,7 @@ def summarize(trainer: Trainer, found: dict[str, float]) -> dict[str, Any]:
     """The result of a run and what it ran on. Quality is that of the last step, at the final sparsity."""
     report = trainer.pruner.report() if trainer.pruner else None
     tokens = isinstance(trainer.data, Tokens)
+    size = trainer.data.train.numel() if isinstance(trainer.data, Tokens) else len(trainer.data.inputs)
     layers = report.tensors if report else ()
     return {
         "quality_name": "perplexity" if tokens else "accuracy",
@@ -125,5 +139,7 @@ def summarize(trainer: Trainer, found: dict[str, float]) -> dict[str, Any]:
         "commit": commit(),
         "hardware": hardware(trainer.accelerator.device),
         "budget": trainer.experiment.budget,
+        "train_size": size,  # tokens or images
+        "epochs": float(f"{trainer.seen / size:.4g}"),  # above 1 the data repeats
         "breakdown_ms": trainer.stopwatch.milliseconds(),
     }

@@ -19,9 +19,14 @@ SCORE = "score"
 NEVER_COMPARED = (SEED, "out")  # rows are averages over seeds, and the folder does not change a run
 NOT_SET = "not set"
 # Settings that have no effect on a dense run, which is one without a score.
-PRUNING = ("sparsity", "pattern", "regrow", "schedule", "begin", "end", "every", "scope", "allocation", "drop", "until")
+PRUNING = (
+    "sparsity", "pattern", "regrow", "schedule", "begin", "end", "every", "scope", "allocation", "drop", "until",
+    "skip", "prunable", "preset", "mask_gradients",
+)  # fmt: skip
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 BUDGET = "budget"
+PRESET = "preset"
+OF_PRESET = ("schedule", "begin", "end", "prunable")  # what a preset sets, beside the budget: its name says it
 EXTENDED = "[extended]"
 AGAIN = "Train it again in another folder, or leave it out."
 EVALUATED = ("seconds", "held_out_loss", "quality", "sparsity")
@@ -43,24 +48,35 @@ def texts(settings: Settings) -> dict[str, str]:
 
 
 def differing(configs: Sequence[Settings]) -> dict[str, list[str]]:
-    """The settings that are not the same in all runs, with their values in order of appearance."""
+    """The settings that are not the same in all runs, with their values in order of appearance.
+
+    A setting that is none in some runs and missing in others is the same: the others are of a version without it.
+    """
     found = [texts(config) for config in configs]
     names = dict.fromkeys(name for one in found for name in one)
     values = {name: list(dict.fromkeys(one.get(name, NOT_SET) for one in found)) for name in names}
-    return {name: several for name, several in values.items() if len(several) > 1}
+    return {name: several for name, several in values.items() if len({*several} - {NOT_SET}) > 1 or _lacks(several)}
+
+
+def _lacks(values: Sequence[str]) -> bool:
+    """Whether a setting has a value in some runs and is missing in others."""
+    return NOT_SET in values and any(value not in (NOT_SET, "none") for value in values)
+
+
+def own_differences(configs: Sequence[Settings]) -> dict[str, list[str]]:
+    """The settings in which runs differ. Beside a dense run, a pruning setting that all pruned runs share does not
+    count: a dense run has none."""
+    different = differing(configs)
+    pruned = [config for config in configs if shown(config.get(SCORE)) != "none"]
+    if not 0 < len(pruned) < len(configs):
+        return different
+    among_pruned = differing(pruned)
+    return {name: values for name, values in different.items() if name not in PRUNING or name in among_pruned}
 
 
 def own_axes(configs: Sequence[Settings]) -> list[str]:
-    """The one setting in which runs may differ without being asked; an error if they differ in more.
-
-    Beside a dense run, a pruning setting that all pruned runs share does not count: a dense run has none.
-    """
-    different = differing(configs)
-    pruned = [config for config in configs if shown(config.get(SCORE)) != "none"]
-    among_pruned = differing(pruned)
-    mixed = 0 < len(pruned) < len(configs)
-    implied = [name for name in different if mixed and name in PRUNING and name not in among_pruned]
-    own = {name: values for name, values in different.items() if name not in implied}
+    """The one setting in which runs may differ without being asked; an error if they differ in more."""
+    different, own = differing(configs), own_differences(configs)
     if len(own) > 1:
         raise ComparisonError(
             f"These runs differ in {len(own)} settings: {_listed(own)}. Name the settings in which rows may differ,"
@@ -72,7 +88,7 @@ def own_axes(configs: Sequence[Settings]) -> list[str]:
 def check_fair(configs: Sequence[Settings], axes: Sequence[str]) -> None:
     """Refuse runs that differ in anything but `axes` and the seed."""
     _check_axes(configs, axes)
-    unfair = {name: values for name, values in differing(configs).items() if name not in axes}
+    unfair = {name: values for name, values in own_differences(configs).items() if name not in axes}
     if unfair:
         raise ComparisonError(
             f"These runs differ in more than {', '.join(axes) or 'the seed'}: {_listed(unfair)}. If that is intended,"
@@ -241,7 +257,7 @@ def _run(folder: Path, settings: dict[str, Any], summary: dict[str, Any], lines:
             f"{folder / CONFIG} has no seed that is a whole number. Runs are paired by seed: add one, or leave it out."
         )
     if BUDGET in summary:
-        settings = {**settings, BUDGET: summary[BUDGET]}  # the budget it got, not the one asked for
+        settings = {**settings, BUDGET: _budget(settings, summary)}
     try:
         # A resumed run may have logged a step twice: the later line is of the final model.
         judged = {line["step"]: _evaluation(line) for line in lines if "held_out_loss" in line}
@@ -253,6 +269,14 @@ def _run(folder: Path, settings: dict[str, Any], summary: dict[str, Any], lines:
         ) from error
     evaluations = tuple(judged[step] for step in sorted(judged))
     return FinishedRun(folder, settings, evaluations, tuple(sorted(path.items())), summary, final)
+
+
+def _budget(settings: Settings, summary: Settings) -> Any:
+    """The budget a run got. Earlier versions marked runs as extended that had asked for it and got no more steps."""
+    steps, taken = settings.get("steps"), summary.get("asked_steps")
+    if summary[BUDGET] == "extended" and type(steps) is int and type(taken) is int and taken <= steps:
+        return "normal"
+    return summary[BUDGET]
 
 
 def number(value: Any) -> float:
@@ -330,10 +354,12 @@ class Row:
 
     settings: dict[str, str]  # of the axes
     runs: tuple[FinishedRun, ...]
+    implied: tuple[str, ...] = ()  # axes that the others imply, which the label leaves out
 
     @property
     def label(self) -> str:
-        named = {axis: value for axis, value in self.settings.items() if axis != BUDGET}  # marked instead
+        unnamed = (BUDGET, *self.implied)  # the budget is marked instead
+        named = {axis: value for axis, value in self.settings.items() if axis not in unnamed}
         label = ", ".join(f"{axis}={value}" for axis, value in named.items()) or "all runs"
         return f"{label} {EXTENDED}" if self.extended else label
 
@@ -355,10 +381,20 @@ def group(runs: Sequence[FinishedRun], axes: Sequence[str]) -> list[Row]:
                 " a seed counts once. Leave one of them out."
             )
         seeds[run.seed] = run
+    rows = [dict(zip(axes, values, strict=True)) for values in members]
+    implied = _implied(rows)
     return [
-        Row(dict(zip(axes, values, strict=True)), tuple(seeds[seed] for seed in sorted(seeds)))
-        for values, seeds in members.items()
+        Row(row, tuple(seeds[seed] for seed in sorted(seeds)), implied)
+        for row, seeds in zip(rows, members.values(), strict=True)
     ]
+
+
+def _implied(rows: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    """The axes that a preset among them implies, if rows can be told apart without."""
+    if not rows or PRESET not in rows[0]:
+        return ()
+    left = {tuple(value for axis, value in row.items() if axis not in OF_PRESET) for row in rows}
+    return tuple(axis for axis in rows[0] if axis in OF_PRESET) if len(left) == len(rows) else ()
 
 
 def baselines(rows: Sequence[Row], wanted: str | None) -> list[Row | None]:

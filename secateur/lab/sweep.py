@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from secateur.errors import SecateurError, library, nearest
-from secateur.files import check_folder, check_room
+import torch
+
+from secateur.errors import SecateurError, nearest
+from secateur.files import check_folder, check_room, write
 from secateur.lab.checkpoint import RunFolder, check_place
-from secateur.lab.config import Experiment
+from secateur.lab.compare import compare
+from secateur.lab.config import DEFAULTS, Experiment, merge, without_idle
 from secateur.lab.data import load
 from secateur.lab.run import run
-from secateur.lab.runs import CONFIG, METRICS, PRUNING, SUMMARY, check_fair, read_run, shown
-from secateur.lab.trainer import Execution, Trainer
+from secateur.lab.runs import (
+    CONFIG,
+    METRICS,
+    SCORE,
+    SUMMARY,
+    check_fair,
+    own_differences,
+    read_kept,
+    read_run,
+    shown,
+)
+from secateur.lab.trainer import Execution, Trainer, dry_run
+from secateur.lab.workers import Job, Outcomes, Workers, in_turn, on_ray
 from secateur.settings import from_mapping, read_toml
 
 TABLES = ("base", "axes")
 DENSE = "dense"
 NONE = "none"  # TOML has no null
-NOT_PRUNED: dict[str, Any] = {"score": None, "sparsity": 0.0, "pattern": None, "regrow": None}
-# On Ray, cells must be on storage that all nodes share: if a node is lost, another continues its cell.
-RETRIES = 2
+RIVAL = "magnitude"  # the baseline of a record, if the grid has it
+Axes = Mapping[str, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -36,45 +51,77 @@ class Cell:
     experiment: Experiment
 
 
-def cells_of(path: Path) -> tuple[list[str], list[Cell]]:
-    """The axes of a grid, without the seed, and its cells. A dense cell is not repeated for every sparsity."""
-    base, axes = _read(path)
-    cells: dict[str, Cell] = {}
-    for values in itertools.product(*axes.values()):
-        chosen = dict(zip(axes, values, strict=True))
-        named = dict(chosen)
-        if chosen.get("score") == DENSE:  # pruning settings have no effect: take the first of each, and name none
-            chosen |= {axis: axes[axis][0] for axis in axes if axis in PRUNING} | NOT_PRUNED
-            named = {axis: value for axis, value in named.items() if axis not in PRUNING}
-        name = "-".join(f"{key}={shown(value)}" for key, value in named.items()).replace("/", "_").replace(" ", "")
-        cell = Cell(name, from_mapping(Experiment, {**base, **chosen}, str(path)))
-        if cells.setdefault(name, cell) != cell:
-            raise SecateurError(f"{path}: two runs would have the folder {name}. Change one of the values.")
-    differ = [axis for axis in axes if axis != "seed"]
-    if DENSE in axes.get("score", []):
-        differ += [key for key in NOT_PRUNED if key not in differ and (key in base or key == "sparsity")]
-    check_fair([asdict(cell.experiment) for cell in cells.values()], differ)
+def cells_of(path: Path, changes: Mapping[str, Any] | None = None) -> tuple[list[str], list[Cell]]:
+    """The settings in which the cells of a grid differ, without the seed, and its cells, each experiment once.
+
+    `changes` are settings of all cells that rank above those of the grid. A setting that does nothing in a cell, such
+    as the sparsity of a dense one, is left out there.
+    """
+    layers, blocks = _read(path, changes or {})
+    cells: dict[Experiment, Cell] = {}
+    names: dict[str, Experiment] = {}
+    read: set[str] = set()
+    for axes in blocks:
+        for values in itertools.product(*axes.values()):
+            cell, settings = _cell(path, layers, dict(zip(axes, values, strict=True)))
+            read |= settings.keys()
+            if cell.experiment not in cells and names.setdefault(cell.name, cell.experiment) != cell.experiment:
+                raise SecateurError(f"{path}: two runs would have the folder {cell.name}. Change one of the values.")
+            cells.setdefault(cell.experiment, cell)
+    _check_read(path, {**layers[-1], **{name: values for axes in blocks for name, values in axes.items()}}, read)
+    configs = [asdict(experiment) for experiment in cells]
+    differ = [axis for axis in dict.fromkeys(axis for axes in blocks for axis in axes) if axis != "seed"]
+    differ += [name for name in own_differences(configs) if name not in differ]  # what presets and budgets imply
+    check_fair(configs, differ)
     return differ, list(cells.values())
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """The settings that all cells share, and the axes with their values."""
+def _cell(path: Path, layers: Sequence[Mapping[str, Any]], chosen: dict[str, Any]) -> tuple[Cell, dict[str, Any]]:
+    """The cell of these values of the axes, and its settings that do something."""
+    named, sources = dict(chosen), [*layers, chosen]
+    if chosen.get(SCORE) == DENSE:
+        chosen[SCORE] = None
+        sources = [{name: value for name, value in source.items() if name != "preset"} for source in sources]
+    settings = without_idle(merge(*sources))
+    parts = [f"{name}={shown(value)}" for name, value in named.items() if name in settings]
+    name = "-".join(parts).replace("/", "_").replace(" ", "")
+    return Cell(name, from_mapping(Experiment, settings, str(path))), settings
+
+
+def _check_read(path: Path, given: Mapping[str, Any], read: set[str]) -> None:
+    """Refuse settings of a grid that do nothing in any of its cells."""
+    unread = [name for name, value in given.items() if name not in read and value not in (DEFAULTS.get(name), [])]
+    if unread:
+        raise SecateurError(f"{path}: {', '.join(unread)} would do nothing in any of its runs. Leave it out.")
+
+
+def _read(path: Path, changes: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Axes]]:
+    """The settings that all cells share, of the recipe and of the grid itself, and the blocks of axes."""
     found = read_toml(path)
     for table in found:
         if table not in TABLES:
             raise SecateurError(f"{path} has a table [{table}].{nearest(table, TABLES)} Use [base] and [axes].")
-    base, axes = dict(found.get("base", {})), dict(found.get("axes", {}))
-    if not axes:
+    base, blocks = dict(found.get("base", {})), found.get("axes", [])
+    blocks = [blocks] if isinstance(blocks, dict) else list(blocks)
+    if not any(blocks):
         raise SecateurError(f"{path} has no [axes], so there is one run only: use `secateur train`.")
+    recipe = read_toml(path.parent / base.pop("recipe")) if "recipe" in base else {}
+    for name in changes:
+        if any(name in axes for axes in blocks if isinstance(axes, dict)):
+            raise SecateurError(f"--set {name}: {path} has it in [axes]. Change the grid.")
+    return [recipe, {**base, **changes}], [_axes(path, base, axes) for axes in blocks]
+
+
+def _axes(path: Path, base: Mapping[str, Any], axes: Any) -> Axes:
+    """One block of axes, checked, with None for "none"."""
+    if not isinstance(axes, dict):
+        raise SecateurError(f"{path}: axes must be a table [axes], or several [[axes]]; got {axes!r}.")
     for name, values in axes.items():
         if not isinstance(values, list) or not values:
             raise SecateurError(f"{path}: axis {name} must be a list of values, such as seed = [0, 1, 2].")
         if name in base:
             raise SecateurError(f"{path}: {name} is in [base] and in [axes]. Remove one of them.")
-    axes = {name: [None if value == NONE else value for value in values] for name, values in axes.items()}
-    if "recipe" in base:
-        base = {**read_toml(path.parent / base.pop("recipe")), **base}
-    return base, axes
+    return {name: [None if value == NONE else value for value in values] for name, values in axes.items()}
 
 
 def run_cell(
@@ -83,9 +130,10 @@ def run_cell(
     cpu: bool,
     checkpoint_every: int,
     numbers_only: bool,
+    until: float | None = None,
     read: Callable[[str], Any] | None = None,
 ) -> dict[str, Any]:
-    """Train one cell, or continue it, and return its summary; `read` loads the dataset by name."""
+    """Train one cell, or continue it, up to the time `until`, and return its summary; `read` loads the dataset."""
     check_place(Path(folder))
     experiment = from_mapping(Experiment, config, folder)
     data = read(experiment.data) if read else None
@@ -93,27 +141,90 @@ def run_cell(
     place = RunFolder(Path(folder), trainer.experiment, trainer.fingerprint)
     if place.finished:
         done = read_run(place.path)
-        return {**done.summary, **asdict(done.final)}  # whose numbers are numbers: JSON has null for NaN
+        return {**done.summary, **asdict(done.final), "steps": done.final.step}  # JSON has null for NaN
     check_room(place.path, max(0, trainer.room - place.bytes))
+    if until is not None:  # now, since building the model and reading the data take time too
+        trainer.execution = replace(trainer.execution, max_seconds=max(0.0, until - time.time()))
     found = run(trainer, place)
-    if numbers_only:
+    if numbers_only and place.finished:
         place.forget_weights()
     return found
 
 
-def one_after_another(cells: Sequence[Cell], work: Callable[[Cell], dict[str, Any]]) -> None:
-    """Run the cells here and print the result of each."""
-    for number, cell in enumerate(cells, 1):
-        summary = work(cell)
-        _print_result(number, len(cells), cell.name, f"{_result(summary)}, {summary['seconds']:.0f} s")
+class Record:
+    """A file with all finished runs of a sweep, written anew after each of them, as `secateur compare --json` does.
+
+    Runs that are in it already count as finished, so a sweep continues on a machine that has the file but not the
+    folders of its runs.
+    """
+
+    def __init__(self, path: Path, out: Path, axes: Sequence[str], about: Mapping[str, Any]) -> None:
+        self._path, self._out, self._axes, self._about = path, out, axes, about
+        self._kept = read_kept(path) if path.exists() else []
+
+    def has(self, cell: Cell) -> bool:
+        """Whether the file has this cell."""
+        config = json.loads(json.dumps(asdict(cell.experiment)))
+        return any(all(run.settings.get(name) == value for name, value in config.items()) for run in self._kept)
+
+    def write(self, cells: Sequence[Cell]) -> None:
+        """Write the finished runs of these cells, and those that the file had."""
+        fresh = [read_run(self._out / cell.name) for cell in cells if (self._out / cell.name / SUMMARY).exists()]
+        known = [run.settings for run in fresh]
+        runs = [*(run for run in self._kept if run.settings not in known), *fresh]
+        rival = f"{SCORE}={RIVAL}"
+        scores = {run.settings.get(SCORE) for run in runs}
+        found = compare(runs, self._axes, rival if SCORE in self._axes and RIVAL in scores else None)
+        write(self._path, found.to_json(self._about))
 
 
-def _result(summary: Mapping[str, Any]) -> str:
-    return f"{summary['quality_name']} {summary['quality']:.4f}, {summary['sparsity']:.2%} sparsity"
+def run_cells(
+    cells: Sequence[Cell],
+    out: Path,
+    *,
+    cpu: bool,
+    checkpoint_every: int,
+    numbers_only: bool,
+    max_seconds: float | None = None,
+    workers: int = 1,
+    resources: tuple[float, float] | None = None,
+    record: Record | None = None,
+) -> int:
+    """Run the cells in folders below `out`, and return how many are still to be run, because the time was up.
+
+    They run one after another here, in `workers` processes, or on Ray with `resources`, CPUs and GPUs of each.
+    """
+    until = None if max_seconds is None else time.time() + max_seconds
+    check_folder(out, replaced=False)
+    _check_ours(out)
+    known = [cell for cell in cells if record is not None and record.has(cell)]
+    todo = [cell for cell in cells if cell not in known]
+    said = f", {len(known)} of them in the record already" if known else ""
+    print(f"secateur: {len(cells)} runs{said}, in {out}", file=sys.stderr)
+    jobs = [
+        Job(
+            cell.name,
+            out / cell.name,
+            (asdict(cell.experiment), str(out / cell.name), cpu, checkpoint_every, numbers_only, until),
+        )
+        for cell in todo
+    ]
+    outcomes = Outcomes(len(jobs), lambda: record.write(cells) if record is not None else None)
+    if resources is not None:
+        on_ray(jobs, run_cell, outcomes, *resources)
+    elif workers > 1:
+        Workers(workers, _devices(cpu)).run(jobs, run_cell, outcomes, until)
+    else:
+        read = lru_cache(maxsize=1)(load)  # most grids have one dataset
+        in_turn(jobs, partial(run_cell, read=read), outcomes, until)
+    outcomes.check()
+    return len(jobs) - outcomes.ended + len(outcomes.unfinished)
 
 
-def _print_result(number: int, count: int, name: str, text: str) -> None:
-    print(f"[{number}/{count}] {name}: {text}", file=sys.stderr, flush=True)
+def _devices(cpu: bool) -> list[str]:
+    """The GPUs that workers take in turn, if there are several."""
+    count = 0 if cpu else torch.cuda.device_count()
+    return [f"cuda:{number}" for number in range(count)] if count > 1 else []
 
 
 def _check_ours(out: Path) -> None:
@@ -124,48 +235,17 @@ def _check_ours(out: Path) -> None:
         raise SecateurError(f"{out} exists and holds no runs. Name another folder with --out.")
 
 
-def run_cells(
-    cells: Sequence[Cell],
-    out: Path,
-    *,
-    cpu: bool,
-    checkpoint_every: int,
-    numbers_only: bool,
-    resources: tuple[float, float] | None = None,
-) -> None:
-    """Run the cells in folders below `out`, one after another here, or on Ray with these CPUs and GPUs per cell."""
-    check_folder(out, replaced=False)
-    _check_ours(out)
-    print(f"secateur: {len(cells)} runs, in {out}", file=sys.stderr)
-
-    def arguments(cell: Cell) -> tuple[dict[str, Any], str, bool, int, bool]:
-        return asdict(cell.experiment), str(out / cell.name), cpu, checkpoint_every, numbers_only
-
-    if resources is not None:
-        on_ray([(cell.name, arguments(cell)) for cell in cells], *resources)
-    else:
-        read = lru_cache(maxsize=1)(load)  # most grids have one dataset
-        one_after_another(cells, lambda cell: run_cell(*arguments(cell), read))
-
-
-def on_ray(cells: Sequence[tuple[str, tuple[Any, ...]]], cpus: float, gpus: float) -> None:
-    """Run every cell; those that fail are named at the end, and the others continue."""
-    ray = library("ray", "--engine ray", '"secateur[ray]"')
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False)
-    task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES)(run_cell)
-    waiting = {task.remote(*arguments): name for name, arguments in cells}
-    failed: list[str] = []
-    while waiting:
-        (done,), _ = ray.wait(list(waiting), num_returns=1)
-        name = waiting.pop(done)
+def dry_run_cells(cells: Sequence[Cell], cpu: bool) -> str:
+    """Two small steps of every cell, once for all seeds; returns a line for each. The error names cells that failed."""
+    alone = {replace(cell.experiment, seed=0): cell.name for cell in reversed(cells)}
+    lines, failed = [], []
+    for experiment, name in reversed(alone.items()):
         try:
-            text = _result(ray.get(done))
-        except ray.exceptions.RayError as error:
-            failed.append(name)
-            text = f"failed: {str(error).strip().splitlines()[-1]}"
-        _print_result(len(cells) - len(waiting), len(cells), name, text)
+            lines.append(f"{name}: {dry_run(experiment, cpu)}")
+        except SecateurError as error:
+            failed.append(f"{name}: {error}")
     if failed:
-        raise SecateurError(
-            f"{len(failed)} of {len(cells)} runs failed: {', '.join(failed[:3])}. Run the same command to continue."
-        )
+        raise SecateurError(f"{len(failed)} of {len(alone)} runs cannot be: {' '.join(failed[:3])}")
+    steps = sum(cell.experiment.steps_taken for cell in cells)
+    seen = sum(cell.experiment.steps_taken * cell.experiment.step_size for cell in cells)
+    return "\n".join([*lines, f"{len(cells)} runs, {steps:,} steps, {seen / 1e6:,.1f} M tokens or images in all"])

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,15 @@ from torch.nn import functional
 from secateur.errors import SecateurError, library
 from secateur.files import PAGE, appearing
 from secateur.lab.checkpoint import CHECKPOINT, Checkpoint, Progress, RunFolder
-from secateur.lab.config import OPTIMIZERS, Experiment, read_experiment
+from secateur.lab.config import OPTIMIZERS, Experiment, read_experiment, without_idle
 from secateur.lab.data import Images, Tokens, load
-from secateur.lab.models import image_model, is_language_model, language_model, predict, seeded
+from secateur.lab.models import image_model, is_language_model, language_model, predict, seeded, size_of
 from secateur.lab.monitor import Stopwatch
-from secateur.model.distributed import local
+from secateur.model.distributed import local, unwrap
+from secateur.model.held import rounding
+from secateur.model.prunable import find_prunable, unfit_for
 from secateur.progress import ProgressBar
+from secateur.selection.tiles import parse_pattern
 
 EXTRA = '"secateur[lab]"'
 
@@ -38,7 +41,7 @@ class Execution:
     cpu: bool = False
     micro_batch: int | None = None  # rows in a forward pass of a process; None: as many as fit
     checkpoint_every: int = 500
-    max_seconds: float | None = None
+    max_seconds: float | None = None  # of one call of `train`, which a later one continues
     tracker: str | None = None
     logs: Path | None = None  # folder for the tracker
     log_every: int = 10
@@ -115,10 +118,19 @@ class Trainer:
         self.rows = experiment.batch // world
         self.micro_batch = execution.micro_batch or find_micro_batch(self)
         self.progress.processes = world
+        self.scaler = self._build_scaler()
         next(iter(self._held_out()), None)  # raises now if the held-out set is too small
         self.fingerprint = self.data.fingerprint()
         self.stopwatch = Stopwatch(self.accelerator.device)
         self.over = False  # whether the last step is done or the time is up
+
+    def _build_scaler(self) -> torch.amp.GradScaler | None:
+        """What keeps small gradients of fp16 from becoming zero; None in other precisions, which need none."""
+        if self.experiment.precision != "fp16":
+            return None
+        if self.sharded:
+            raise SecateurError("precision fp16 does not work with a sharded model. Use bf16.")
+        return torch.amp.GradScaler(self.accelerator.device.type)
 
     def train(self) -> dict[str, float]:
         """Take the remaining steps, or as many as the time allows; returns the last evaluation."""
@@ -128,20 +140,21 @@ class Trainer:
         self.over = progress.step >= wanted.steps_taken
         while not self.over:
             loss = self.step()
-            progress.seconds = before + time.perf_counter() - began
-            self.over = self._is_over()
+            spent = time.perf_counter() - began
+            progress.seconds = before + spent
+            self.over = self._is_over(spent)
             due = progress.step % wanted.evaluate_every == 0 or self.over
             found = self.evaluate() if due else None
             for callback in self.callbacks:
                 callback.after_step(self, loss, found)
         return found or self.evaluate()  # none if it was killed after the last checkpoint
 
-    def _is_over(self) -> bool:
-        """Whether the last step is done or the time is up. All processes get the same answer."""
+    def _is_over(self, spent: float) -> bool:
+        """Whether the last step is done or, after `spent` seconds, the time is up; the same on all processes."""
         done, limit = self.progress.step >= self.experiment.steps_taken, self.execution.max_seconds
         if done or limit is None:
             return done
-        late = torch.tensor(float(self.progress.seconds > limit), device=self.accelerator.device)
+        late = torch.tensor(float(spent > limit), device=self.accelerator.device)
         return bool(self.accelerator.reduce(late, "sum") > 0)
 
     def micro_batches(self, step: int) -> Iterator[Any]:
@@ -170,8 +183,8 @@ class Trainer:
             torch.distributed.broadcast(buffer, 0)
 
     def _autocast(self) -> torch.autocast:
-        enabled = self.experiment.precision == "bf16"
-        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=enabled)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.experiment.precision)
+        return torch.autocast(self.accelerator.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
     def loss(self, batch: Any, model: nn.Module | None = None) -> Tensor:
         """Mean cross entropy of a batch, in the experiment's precision."""
@@ -188,11 +201,19 @@ class Trainer:
         parts = list(self.micro_batches(step))
         self.stopwatch.lap("data")
         loss = self._backward(parts)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer.optimizer)
         for callback in self.callbacks:
             callback.on_gradients(self)
+        if self.pruner is not None and wanted.mask_gradients:
+            self.pruner.mask_gradients()
         if wanted.clip:
             self.accelerator.clip_grad_norm_(self.model.parameters(), wanted.clip)
-        self.optimizer.step()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer.optimizer)  # skipped if a gradient overflowed
+            self.scaler.update()
         self.stopwatch.lap("optimizer")
         if self.pruner is not None:
             for callback in self.callbacks:
@@ -214,7 +235,7 @@ class Trainer:
             with nullcontext() if last else self.accelerator.no_sync(self.model):
                 loss = self.loss(part) * (rows / self.rows)
                 self.stopwatch.lap("forward")
-                self.accelerator.backward(loss)
+                self.accelerator.backward(loss if self.scaler is None else self.scaler.scale(loss))
                 self.stopwatch.lap("backward")
             total += loss.detach()
         return total
@@ -269,6 +290,9 @@ class Trainer:
     def save(self, folder: RunFolder) -> None:
         """Replace the checkpoint atomically."""
         utils = library("accelerate.utils", "Training", EXTRA)
+        if self.scaler is not None:
+            state = self.scaler.state_dict()
+            self.progress.scale, self.progress.growth = state["scale"], state["_growth_tracker"]
         with appearing(folder.path / CHECKPOINT) if self.accelerator.is_main_process else nullcontext() as fresh:
             where = Path(utils.broadcast_object_list([str(fresh)])[0])
             kept = Checkpoint(where, self.accelerator.process_index, self.sharded)
@@ -282,6 +306,9 @@ class Trainer:
         """Restore a checkpoint."""
         kept = Checkpoint(checkpoint, self.accelerator.process_index, self.sharded)
         kept.load(self.model, self.optimizer.optimizer, self.pruner, self.progress)
+        if self.scaler is not None and self.progress.scale:
+            state = {"scale": self.progress.scale, "_growth_tracker": self.progress.growth}
+            self.scaler.load_state_dict(self.scaler.state_dict() | state)
         if self.progress.step > self.experiment.steps_taken:
             raise SecateurError(
                 f"{checkpoint} is of step {self.progress.step}, but the run has {self.experiment.steps_taken} steps."
@@ -312,8 +339,7 @@ class Trainer:
     @property
     def seen(self) -> int:
         """Tokens or images trained on so far."""
-        each = self.experiment.context if isinstance(self.data, Tokens) else 1
-        return self.progress.step * self.experiment.batch * each
+        return self.progress.step * self.experiment.step_size
 
 
 def build_model(experiment: Experiment, data: Tokens | Images, most_layers: int = 1000) -> nn.Module:
@@ -354,6 +380,7 @@ def find_micro_batch(trainer: Trainer) -> int:
 IMAGE_SHAPES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}  # channels, pixels, classes
 MNIST_SHAPE = (1, 28, 10)
 DRY_VOCABULARY = 256  # small: a large one would take most of the time
+FEW_LAYERS = 2  # of a language model that does not fit in memory
 DRY_SETTINGS = {
     "steps": 2,
     "batch": 2,
@@ -364,27 +391,69 @@ DRY_SETTINGS = {
     "until": 1.0,
     "evaluate_every": 1,
     "evaluation": 1,
+    "compile": False,
+    "budget": "normal",
 }
 
 
 def dry_run(experiment: Experiment, cpu: bool = False) -> str:
-    """Two steps with mask updates and evaluations on random data; returns one line that says it worked."""
+    """Two steps with mask updates and evaluations on random data; returns one line that says it worked.
+
+    The model has all its layers if they fit in memory. The number of pruned weights must be the one asked for.
+    """
     context = min(32, experiment.context)
-    settings: dict[str, Any] = {**DRY_SETTINGS, "context": context, "compile": False, "budget": "normal"}
-    losses = _Losses()
-    execution = Execution(cpu=cpu, most_layers=2)
-    trainer = Trainer(replace(experiment, **settings), execution, random_data(experiment, context), [losses])
+    wanted = without_idle({**asdict(experiment), **DRY_SETTINGS, "context": context})
+    data, losses = random_data(experiment, context), _Losses()
+    layers, depth = _depth(experiment, data, cpu)
+    trainer = Trainer(Experiment(**wanted), Execution(cpu=cpu, most_layers=layers), data, [losses])
     found = trainer.train()
     if not all(map(math.isfinite, (*losses.found, found["held_out_loss"]))):
         raise SecateurError(f"The loss is not finite: {losses.found}, {found}. Lower lr, or change the settings.")
-    if trainer.pruner is not None:
-        report = trainer.pruner.report()
-        if not report.pruned:
-            raise SecateurError(
-                f"Two mask updates pruned none of {report.prunable:,} weights. Raise sparsity, or change the pattern."
-            )
-        return f"ok: {experiment.model}, {experiment.score}, {report.pruned:,} of {report.prunable:,} weights pruned"
-    return f"ok: {experiment.model}, dense"
+    if trainer.pruner is None:
+        return f"ok: {experiment.model}{depth}, dense"
+    report = trainer.pruner.report()
+    if not report.pruned:
+        raise SecateurError(
+            f"Two mask updates pruned none of {report.prunable:,} weights. Raise sparsity, or change the pattern."
+        )
+    check_pruned(trainer, report.pruned, report.prunable)
+    pruned = f"{report.pruned:,} of {report.prunable:,} weights pruned, as asked"
+    return f"ok: {experiment.model}{depth}, {experiment.score}, {pruned}"
+
+
+def check_pruned(trainer: Trainer, pruned: int, prunable: int) -> None:
+    """Raise unless as many weights are pruned as the sparsity means, to the weight where one cut holds for all."""
+    pruner, wanted = trainer.pruner, trainer.experiment
+    if pruner is None:
+        return
+    asked, pattern = trainer.final_sparsity, parse_pattern(wanted.pattern)
+    expected, off = round(asked * prunable), 0.0
+    if pruner.scope != "model" or pruner.allocation is not None or pattern is not None:  # each part is rounded
+        scope = pruner.scope if pruner.allocation is None else "row" if pruner.scope == "row" else "layer"
+        tensors, _ = find_prunable(unwrap(trainer.model), wanted.skip, wanted.only(trainer.model), unfit_for(pattern))
+        off = rounding(tensors, scope, pattern)
+    if abs(pruned - expected) > off:
+        raise SecateurError(
+            f"{pruned:,} of {prunable:,} weights were pruned, but a sparsity of {asked:g} means {expected:,}"
+            f"{f' up to {off:,.0f} by rounding' if off else ''}. Report this with the settings of the run."
+        )
+
+
+def _depth(experiment: Experiment, data: Tokens | Images, cpu: bool) -> tuple[int, str]:
+    """How many layers of a language model fit in half of the free memory, and a note: all of them, or few."""
+    if not isinstance(data, Tokens):
+        return FEW_LAYERS, ""
+    layers, width = size_of(experiment.model)
+    weights = 12 * layers * width**2 + (data.vocabulary + experiment.context) * width
+    needed = 4 * weights * (2 + OPTIMIZERS[experiment.optimizer].states)  # weights, gradients, state of the optimizer
+    if cpu or not torch.cuda.is_available():
+        free = library("psutil", "Measuring the memory", EXTRA).virtual_memory().available
+    else:
+        free = torch.cuda.mem_get_info()[0]
+    if 2 * needed <= free:
+        return layers, f" (all {layers} layers)"
+    few = min(FEW_LAYERS, layers)
+    return few, f" ({few} of {layers} layers: all of them need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free)"
 
 
 class _Losses(Callback):

@@ -71,14 +71,8 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
         return part
     shape = torch.Size((tensor.shape[0], *part.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    return _dtensor_type().from_local(
-        part,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=shape,
-        stride=stride,
-    )
+    spread = tensor.device_mesh, tensor.placements
+    return _dtensor_type().from_local(part, *spread, run_check=False, shape=shape, stride=stride)
 
 
 def part_of(saved: Tensor, tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from secateur.model.distributed import is_sharded, local, placement
 from secateur.model.prunable import Prunable
 from secateur.scores import SCALAR_FACTS, Score, resolve, scores
 from secateur.selection import Target
-from secateur.selection.exact import ALONE, Peers, ScoredTensor, Where, flat_part, sent
+from secateur.selection.exact import ALONE, Peers, ScoredTensor, Where, evaluator, flat_part
 
 UNREACHED = 2.0**126  # a score above all others, for weights to keep that no inputs reached
 SAMPLE = 1 << 20  # weights of a matrix that are sorted to find a quantile of their magnitudes
@@ -377,21 +377,3 @@ def kept_last(evaluate: Callable[[Where], Tensor], floors: Tensor, weight: Tenso
         return torch.where(floor.isnan(), found, ranked)
 
     return score
-
-
-def evaluator(score: Score, facts: Mapping[str, Any], first: int, device: torch.device) -> Callable[[Where], Tensor]:
-    """A function from flat indices to fp32 scores. `first` is the model-wide index of the first weight."""
-
-    def evaluate(where: Where) -> Tensor:
-        values: dict[str, Any] = {}
-        for name, fact in facts.items():
-            if name in SCALAR_FACTS:
-                values[name] = fact
-            elif name == "index":
-                numbers = torch.arange(where.start, where.stop, device=device) if isinstance(where, slice) else where
-                values[name] = numbers.to(device) + first
-            else:
-                values[name] = sent(flat_part(fact, where), device).float()
-        return score(**values).float()
-
-    return evaluate

@@ -6,7 +6,7 @@ All other floating-point parameters of two or more dimensions are pruned when `o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -88,12 +88,14 @@ def find_prunable(
     skip: Globs | None = (),
     only: Globs | None = None,
     unfit: Unfit = fits_all,
+    frozen: Container[int] = (),
 ) -> tuple[list[Prunable], list[LeftOut]]:
     """Every parameter of the model once: as prunable, or left out with the reason.
 
     `skip` and `only` are globs of parameter or module names. Weights left out by default are pruned if `only` matches
     them; tables of vectors, such as embeddings, only if a glob names them or their own module, not just a module around
-    it. `unfit` may return a reason to leave out a tensor that `only` did not ask for.
+    it. `unfit` may return a reason to leave out a tensor that `only` did not ask for. `frozen` are the ids of
+    parameters that count although they are frozen.
     """
     skip, only = _globs(skip), None if only is None else _globs(only)
     modules = {_path(name): module for name, module in model.named_modules(remove_duplicate=False)}
@@ -108,7 +110,7 @@ def find_prunable(
     left_out: list[LeftOut] = []
     start = 0
     for uses in named.values():
-        found = _judge(uses, skip, only, heads)
+        found = _judge(uses, skip, only, heads, frozen)
         if isinstance(found, Prunable) and only is None and (reason := unfit(found)):
             found = LeftOut(found.name, found.parameter.numel(), reason)
         if isinstance(found, Prunable):
@@ -117,6 +119,20 @@ def find_prunable(
         else:
             left_out.append(found)
     return prunables, left_out
+
+
+def find_also_frozen(
+    model: nn.Module, skip: Globs, only: Globs | None, unfit: Unfit
+) -> tuple[list[Prunable], list[LeftOut]]:
+    """The same, but weights that are frozen count as prunable too: after training nothing needs to train."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(parameter.is_floating_point())
+        return find_prunable(model, skip, only, unfit)
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
 
 
 def unfit_for(pattern: Pattern | None) -> Unfit:
@@ -164,7 +180,9 @@ def _uses(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[Use]:
     return found
 
 
-def _judge(uses: Sequence[Use], skip: Sequence[str], only: Sequence[str] | None, heads: set[str]) -> Prunable | LeftOut:
+def _judge(
+    uses: Sequence[Use], skip: Sequence[str], only: Sequence[str] | None, heads: set[str], frozen: Container[int]
+) -> Prunable | LeftOut:
     """Whether one parameter, under all its names, is prunable; if not, why."""
     names = [use.name for use in uses]
     parameter = uses[0].parameter
@@ -179,7 +197,7 @@ def _judge(uses: Sequence[Use], skip: Sequence[str], only: Sequence[str] | None,
         return out(reason)
     if not parameter.numel():
         return out("empty")
-    if not parameter.requires_grad:
+    if not parameter.requires_grad and id(parameter) not in frozen:
         return out(FROZEN)
     if any(_matches(use, skip) for use in uses):
         return out("skipped by name")

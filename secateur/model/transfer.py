@@ -146,10 +146,15 @@ def with_given(
 
 
 @torch.no_grad()
-def apply_masks(module: nn.Module, masks: Mapping[str, Tensor]) -> None:
-    """Zero in a copy of the model the weights that these masks remove. If one does not fit, nothing changes."""
+def apply_masks(
+    module: nn.Module, masks: Mapping[str, Tensor], tied: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Zero in a copy of the model the weights that these masks remove. If one does not fit, nothing changes.
+
+    `tied` are other names of a weight in the pruned model; a copy that untied them has a tensor under each.
+    """
     parameters = parameters_in(_copy_in(module, masks))
-    for name, mask in masks.items():
+    for name, mask in _by_every_name(masks, tied or {}, parameters).items():
         if name not in parameters:
             raise StateError(
                 f"{type(module).__name__} has no parameter {name!r}, which is pruned.{nearest(name, parameters)}"
@@ -160,9 +165,22 @@ def apply_masks(module: nn.Module, masks: Mapping[str, Tensor]) -> None:
                 f"{name!r} is {list(parameters[name].shape)} in {type(module).__name__} and {list(mask.shape)} in the"
                 " pruned model. apply_to takes a copy of the pruned model."
             )
-    for name, mask in masks.items():
+    for name, mask in _by_every_name(masks, tied or {}, parameters).items():
         weight = local(parameters[name].detach())
         weight.masked_fill_(~part_of(mask, parameters[name]).to(weight.device), 0)
+
+
+def _by_every_name(
+    masks: Mapping[str, Tensor], tied: Mapping[str, Sequence[str]], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """The masks also under those tied names that are tensors of their own in the copy."""
+    own = {
+        other: mask
+        for name, mask in masks.items()
+        for other in tied.get(name, ())
+        if other in parameters and parameters[other] is not parameters.get(name)
+    }
+    return {**masks, **own}
 
 
 def _copy_in(module: nn.Module, names: Mapping[str, Any]) -> nn.Module:

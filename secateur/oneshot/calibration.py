@@ -20,11 +20,10 @@ from secateur.model.facts import least_spared, spared_share, target_of
 from secateur.model.held import Held, Masks
 from secateur.model.prunable import (
     Globs,
-    LeftOut,
     Prunable,
     Unfit,
     check_readable,
-    find_prunable,
+    find_also_frozen,
     fits_all,
     nothing_to_prune,
 )
@@ -108,7 +107,7 @@ class CalibratedModel:
         self._own_buffers: list[tuple[Tensor, Tensor]] = []  # buffers and their values, while the first rank's are used
         try:
             self.memory = None if settings.memory is None else as_bytes(settings.memory)
-            self.sites, self.left_out = _find_all(self.model, settings)
+            self.sites, self.left_out = find_also_frozen(self.model, settings.skip, settings.only, settings.unfit)
             if not self.sites:
                 raise nothing_to_prune(self.model, self.left_out)
             self.notes: dict[str, str] = {}  # by topic, for the report
@@ -470,18 +469,6 @@ class CalibratedModel:
             notes=tuple(self.notes.values()),
             masks=self.masks(),
         )
-
-
-def _find_all(model: nn.Module, settings: CalibrationSettings) -> tuple[list[Prunable], list[LeftOut]]:
-    """Prunable weights of a model, also those that are frozen."""
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in flags:
-            parameter.requires_grad_(parameter.is_floating_point())
-        return find_prunable(model, settings.skip, settings.only, settings.unfit)
-    finally:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
 
 
 def losses(model: nn.Module, batches: Sequence[Batch], loss: Loss, offload: BlockOffload | None) -> list[float]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from secateur.errors import ScoreError
+from secateur.scores import SCALAR_FACTS, Score
 from secateur.selection.masks import from_bits
 
 Where = slice | Tensor  # a flat range, or flat indices
@@ -383,6 +384,24 @@ def _words(flags: Tensor) -> Tensor:
     if flags.numel() % 8 or flags.storage_offset() % 8:
         flags = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).clone()
     return flags.view(torch.int64)
+
+
+def evaluator(score: Score, facts: Mapping[str, Any], first: int, device: torch.device) -> Callable[[Where], Tensor]:
+    """A function from flat indices to fp32 scores. `first` is the model-wide index of the first weight."""
+
+    def evaluate(where: Where) -> Tensor:
+        values: dict[str, Any] = {}
+        for name, fact in facts.items():
+            if name in SCALAR_FACTS:
+                values[name] = fact
+            elif name == "index":
+                numbers = torch.arange(where.start, where.stop, device=device) if isinstance(where, slice) else where
+                values[name] = numbers.to(device) + first
+            else:
+                values[name] = sent(flat_part(fact, where), device).float()
+        return score(**values).float()
+
+    return evaluate
 
 
 def sent(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:

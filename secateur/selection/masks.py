@@ -20,13 +20,15 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 
 @torch.no_grad()
 def apply(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
-    """Zero the masked values in place. Tensors keep their memory, so compiled graphs stay valid.
+    """Zero the masked values in place. A mask is bool in its tensor's shape, or flat bits. Tensors keep their memory,
+    so compiled graphs stay valid.
 
     Multiplies the bits as integers, because infinity times zero is NaN. Large tensors go in parts: on CPUs torch casts
     the mask to the type it multiplies, and that copy must not reach the size of a weight.
     """
     bits, kept = [], []
     for tensor, mask in zip(tensors, masks, strict=True):
+        mask = as_bool(mask, tensor.shape)
         rows = max(1, PART * mask.shape[0] // max(1, mask.numel()))
         bits += tensor.view(INTEGERS[tensor.element_size()]).split(rows)
         kept += mask.split(rows)

@@ -1,0 +1,237 @@
+"""A model for other programs: ONNX, OpenVINO's own files, and torch's 2:4 tensors.
+
+None of the runtimes that read ONNX or OpenVINO files gains from zeros, so these are as large as dense ones; what each
+format brings is part of what is returned. Everything is written to a folder that appears only if the exported model
+gives the logits of the original. onnx, onnxscript, onnxruntime and openvino are imported when they are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.sparse import SparseSemiStructuredTensorCUTLASS
+from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
+
+from secateur.errors import ModelError, library
+from secateur.files import appearing
+from secateur.inference.packed import linear_layers, unpack
+from secateur.inference.saving import check_free
+
+EXTRA_ONNX, EXTRA_OPENVINO = '"secateur[onnx]"', '"secateur[openvino]"'
+ONNX, OPENVINO, SEMI = "model.onnx", "openvino_model.xml", "model_24.pt"
+NAMES = ("input_ids", "attention_mask")
+TOLERANCE = 1e-3  # largest difference of the logits relative to the largest logit; runtimes sum in another order
+TILE = (32, 64)  # rows and columns that torch's 2:4 tensors of 16 bits are made of
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    bytes: int  # of the model's files
+    dense_bytes: int  # of the parameters, dense, in the dtype that was written
+    difference: float | None  # of the logits, relative to the largest; None: weights are the same to the bit
+    said: str  # what the format brings, in a sentence
+
+
+def export_for(
+    kind: str, model: Any, folder: str | os.PathLike[str], *, tokenizer: Any = None, overwrite: bool = False
+) -> Exported:
+    """Write a model of transformers for another program: "onnx", "openvino" or "24". Packed layers are unpacked first,
+    in place, and weights are fp32 for the first two."""
+    folder = Path(folder).absolute()
+    check_free(folder, overwrite, signs=("*.json", "*model*"))
+    unpack(model).eval()
+    with appearing(folder) as partial, torch.no_grad():
+        done = KINDS[kind](model, partial)
+        model.config.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+    return done
+
+
+class _Logits(nn.Module):
+    """The model as a function of tokens and their mask, without a cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        found = self.model(input_ids=input_ids, attention_mask=attention_mask, **self.settings)
+        logits: Tensor = found.logits if hasattr(found, "logits") else found.last_hidden_state
+        return logits
+
+    @property
+    def settings(self) -> dict[str, bool]:
+        return {"use_cache": False} if hasattr(self.model.config, "use_cache") else {}
+
+
+def _for_tokens(model: Any) -> _Logits:
+    """The model in fp32 as a function of tokens; refuses models that read something else."""
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False) or getattr(model, "main_input_name", "") != NAMES[0]:
+        raise ModelError(
+            f"{type(model).__name__} cannot be exported this way: only models that map tokens to logits can, not those"
+            " with a decoder of their own, images or audio. Export it with --format dense."
+        )
+    return _Logits(model.float())
+
+
+def _tokens(model: Any, batch: int, length: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
+    return ids, torch.ones_like(ids)
+
+
+@contextmanager
+def _quietly(program: str, name: str) -> Iterator[None]:
+    """Without the many warnings of exporters; whatever they raise becomes one error."""
+    logger = logging.getLogger("torch.onnx")
+    level, before = logger.level, logging.root.manager.disable
+    logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except ModelError:
+        raise
+    except Exception as error:  # exporters raise almost any type
+        said = " ".join(str(error).split())[:300]
+        raise ModelError(f"{name} cannot be exported to {program}: {type(error).__name__}: {said}") from error
+    finally:
+        logging.disable(before)
+        logger.setLevel(level)
+
+
+@torch.no_grad()
+def _checked(name: str, model: _Logits, computed: Callable[[Tensor, Tensor], Tensor]) -> float:
+    """How far the exported model's logits are from the original's, on another shape than it was exported with."""
+    ids, mask = _tokens(model.model, 1, 7)
+    expected = model(ids, mask)
+    difference = float((computed(ids, mask) - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    if not difference <= TOLERANCE:
+        raise ModelError(
+            f"The exported model computes something else: {name}'s logits differ by {difference:.1%} of the largest."
+            " Nothing was written."
+        )
+    return difference
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _dense_bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def write_onnx(model: Any, folder: Path) -> Exported:
+    """model.onnx and model.onnx.data, of any batch size and length."""
+    _, _, runtime = (
+        library(needed, "Exporting to ONNX", EXTRA_ONNX) for needed in ("onnx", "onnxscript", "onnxruntime")
+    )
+    made, any_size = _for_tokens(model), torch.export.Dim.DYNAMIC
+    with _quietly("ONNX", type(model).__name__):
+        program = torch.onnx.export(
+            made, _tokens(model, 2, 12), dynamo=True, input_names=list(NAMES), output_names=["logits"],
+            dynamic_shapes={name: {0: any_size, 1: any_size} for name in NAMES}, verbose=False,
+        )  # fmt: skip
+        assert program is not None
+        program.save(folder / ONNX, external_data=True)
+        session = runtime.InferenceSession(folder / ONNX, providers=["CPUExecutionProvider"])
+
+        def computed(*given: Tensor) -> Tensor:
+            fed = {name: one.numpy() for name, one in zip(NAMES, given, strict=True)}
+            return torch.from_numpy(session.run(None, fed)[0])
+
+        difference = _checked("ONNX Runtime", made, computed)
+    size = _bytes(folder)
+    said = f"Zeros stay, ONNX Runtime does not use them: {size:,} bytes, as dense in fp32. There is no cache of keys."
+    return Exported(size, _dense_bytes(model), difference, said)
+
+
+def write_openvino(model: Any, folder: Path) -> Exported:
+    """openvino_model.xml and openvino_model.bin, of any batch size and length."""
+    openvino = library("openvino", "Exporting to OpenVINO", EXTRA_OPENVINO)
+    made = _for_tokens(model)
+    with _quietly("OpenVINO", type(model).__name__):
+        given = dict(zip(NAMES, _tokens(model, 2, 12), strict=True))
+        openvino.save_model(
+            openvino.convert_model(made, example_input=given), folder / OPENVINO, compress_to_fp16=False
+        )
+        compiled = openvino.Core().compile_model(folder / OPENVINO, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+
+        def computed(*given: Tensor) -> Tensor:
+            return torch.from_numpy(compiled([one.numpy() for one in given])[0])
+
+        difference = _checked("OpenVINO", made, computed)
+    size = _bytes(folder)
+    said = f"Zeros stay, OpenVINO does not use them: {size:,} bytes, as dense in fp32. There is no cache of keys."
+    return Exported(size, _dense_bytes(model), difference, said)
+
+
+# torch's 2:4 tensors
+
+
+def write_24(model: Any, folder: Path) -> Exported:
+    """model_24.pt: a state dict whose 2:4 weights are torch's semi-structured tensors (CUTLASS's form).
+
+    torch.load reads it with `weights_only` and this class among its safe globals.
+    """
+    state, made, reasons = dict(model.state_dict()), [], {}
+    for name, layer, reason in linear_layers(model):
+        if reason := reason or not_24(layer):
+            reasons[name] = reason
+        else:
+            state[f"{name}.weight"] = to_24(layer.weight.detach().cpu())
+            made.append(f"{name}.weight")
+    if not made:
+        name, reason = next(iter(reasons.items()), ("", "it has no linear layers"))
+        raise ModelError(
+            f"No linear layer of {type(model).__name__} can be stored as 2:4{f', {name} because' if name else ':'}"
+            f" {reason}. Prune it with --pattern 2:4, in bf16 or fp16, or export it with --format packed."
+        )
+    torch.save(state, folder / SEMI)
+    size, dense = _bytes(folder), _dense_bytes(model)
+    said = (
+        f"{len(made)} of {len(made) + len(reasons)} linear layers are 2:4 tensors: {size:,} bytes, dense {dense:,}."
+        " torch multiplies by them on NVIDIA GPUs alone; on a CPU nothing is gained."
+    )
+    return Exported(size, dense, None, said)
+
+
+def not_24(layer: nn.Module) -> str:
+    """Why a linear layer's weight cannot be a 2:4 tensor; empty if it can."""
+    weight: Any = layer.weight
+    if not isinstance(layer, nn.Linear):
+        return f"it is a {type(layer).__name__}"
+    if weight.dtype not in HALVES:
+        return f"its weight is {weight.dtype}, and torch has 2:4 tensors of 16 bits here"
+    if any(size % tile for size, tile in zip(weight.shape, TILE, strict=True)):
+        return f"its shape {list(weight.shape)} is not in multiples of {TILE[0]} x {TILE[1]}"
+    over = int(((weight.detach() != 0).unflatten(1, (-1, 4)).sum(-1) > 2).sum())
+    return f"{over:,} of its {weight.numel() // 4:,} groups of four keep more than two weights" if over else ""
+
+
+def to_24(weight: Tensor) -> Tensor:
+    """A 2:4 weight as torch's tensor, made on a CPU, which torch's own conversion refuses."""
+    values, places = sparse_semi_structured_from_dense_cutlass(weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that these tensors are a prototype
+        return SparseSemiStructuredTensorCUTLASS(
+            weight.shape, packed=values, meta=places, packed_t=None, meta_t=None, compressed_swizzled_bitmask=None
+        )
+
+
+KINDS: dict[str, Callable[[Any, Path], Exported]] = {"24": write_24, "onnx": write_onnx, "openvino": write_openvino}

@@ -1,0 +1,159 @@
+"""Packed linear layers on NVIDIA GPUs: streams for few inputs, unpacking into one scratch weight for many.
+
+A layer that arrives on a GPU gets streams (kernels/decode.py), derived from its mask and values; files and state dicts
+never hold them. Few inputs go through the kernel that reads streams, behind the op `secateur::sparse_linear`. For many,
+the weight is unpacked into a scratch buffer that all layers of a device and CUDA stream share, and cuBLAS multiplies.
+SECATEUR_KERNELS=off turns both off.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from secateur import kernels
+from secateur.inference.format import Packed, unpacked
+from secateur.inference.timing import beyond_cache, graph_microseconds
+from secateur.kernels.decode import Streams, can_stream, streams_of
+
+LOG = logging.getLogger("secateur")
+DEVICES = {"cuda"}  # types of devices on which layers get streams
+# Inputs up to which the kernel is used where nothing was measured; `few_of` measures it.
+FEW = 4
+TRIED = (1, 4, 8, 16)  # numbers of inputs that `few_of` measures
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Rows of a program, its warps, segments in flight. Fewer rows: more programs; more rows: inputs are staged less often.
+SETTINGS = ((8, 4, 2), (16, 8, 2), (4, 4, 2), (8, 4, 1), (16, 4, 3))
+COPIES = 16  # of streams that tuning goes round at most
+
+
+def served(device: torch.device) -> bool:
+    """Whether layers on this device get streams."""
+    return device.type in DEVICES and kernels.reason_against(device) is None
+
+
+def streams_for(packed: Packed) -> Streams | None:
+    """The streams of a weight, or None if its device or dtype has no kernel."""
+    values = packed.values
+    if not served(values.device) or not can_stream(values.dtype, packed.scale is not None) or not packed.mask.numel():
+        return None
+    return streams_of(values, packed.mask, packed.shape[1])
+
+
+@torch.library.custom_op("secateur::sparse_linear", mutates_args=())
+def sparse_linear(
+    x: Tensor,
+    values: Sequence[Tensor],
+    indices: Sequence[Tensor],
+    bases: Tensor,
+    starts: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    form: Sequence[int],
+) -> Tensor:
+    """x @ weight.T * scale + bias for few inputs and a weight in streams; no gradients."""
+    return kernels.sparse_linear(x, values, indices, bases, starts, scale, bias, dtype, form)
+
+
+@sparse_linear.register_fake
+def _(
+    x: Tensor, values: Sequence[Tensor], indices: Sequence[Tensor], bases: Tensor, starts: Tensor,
+    scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype, form: Sequence[int],
+) -> Tensor:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], form[0]))
+
+
+def takes(x: Tensor, streams: Streams, scaled: bool, few: int) -> bool:
+    """Whether the kernel for few inputs can compute this."""
+    return (
+        x.dtype in FLOATS
+        and (scaled or x.dtype == streams.dtype)
+        and 0 < x.numel() <= few * streams.form.columns
+        and x.shape[-1] == streams.form.columns
+        and x.device == streams.starts.device
+        and not torch.is_grad_enabled()
+    )
+
+
+def decode(x: Tensor, streams: Streams, scale: Tensor | None, bias: Tensor | None, *, observed: bool = True) -> Tensor:
+    """x @ weight.T + bias by the kernel; `observed`: something traces the call, so it must be an op."""
+    given = (x, streams.values, streams.indices, streams.bases, streams.starts, scale, bias, streams.dtype)
+    if observed:
+        result: Tensor = sparse_linear(*given, streams.form.numbers())
+        return result
+    return kernels.sparse_linear(*given, streams.form.numbers())
+
+
+# One buffer for each device, CUDA stream and dtype, as large as the largest weight so far. Layers run one after another
+# in a CUDA stream, so each finds it free.
+_SCRATCH: dict[tuple[torch.device, int, torch.dtype], Tensor] = {}
+
+
+def scratch(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+    """Memory for an unpacked weight, whose contents the next layer overwrites."""
+    queue = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    found = _SCRATCH.get((device, queue, dtype))
+    if found is None or found.numel() < rows * columns:
+        found = _SCRATCH[device, queue, dtype] = torch.empty(rows * columns, dtype=dtype, device=device)
+    return found[: rows * columns].view(rows, columns)
+
+
+def linear(
+    x: Tensor, values: Tensor, mask: Tensor, offsets: Tensor, scale: Tensor | None, bias: Tensor | None, columns: int
+) -> Tensor:
+    """x @ weight.T + bias for many inputs: unpack into the scratch weight, then cuBLAS."""
+    rows, dtype = mask.shape[0], x.dtype if scale is not None else values.dtype
+    parts = (values, mask, offsets, *([] if scale is None else [scale]))
+    if not served(x.device) or dtype not in FLOATS or not mask.numel() or not all(one.is_contiguous() for one in parts):
+        return functional.linear(x, unpacked(values, mask, scale, (rows, columns), dtype), bias)
+    weight = scratch(x.device, dtype, rows, columns)
+    kernels.unpack_weight(values, mask, offsets, scale, columns, weight)
+    return functional.linear(x, weight, bias)
+
+
+# Measuring
+
+
+@torch.no_grad()
+def timed_settings(streams: Streams, scale: Tensor | None, x: Tensor) -> dict[tuple[int, int, int], float]:
+    """Microseconds of these inputs with each launch setting that can run on this device."""
+    number = min(COPIES, -(-beyond_cache(x.device) // max(1, streams.nbytes)))
+    copies, times = [streams, *(copy.deepcopy(streams) for _ in range(number - 1))], {}
+    for setting in SETTINGS:
+        calls = [partial(decode, x, one.launched(*setting), scale, None, observed=False) for one in copies]
+        try:
+            times[setting] = min(graph_microseconds(calls, x.device))
+        except Exception as error:  # Triton has its own: too much shared memory for this device
+            if type(error).__name__ != "OutOfResources":
+                raise
+            LOG.info("packed layers: launch settings %s do not fit this device: %s", setting, error)
+    return times
+
+
+def best_setting(streams: Streams, x: Tensor) -> tuple[int, int, int]:
+    """The fastest launch setting for this input; values with a scale take as long as those without."""
+    scale = torch.ones(streams.form.rows, device=x.device) if streams.dtype == torch.int8 else None
+    times = timed_settings(streams, scale, x)
+    return min(times, key=times.__getitem__)
+
+
+@torch.no_grad()
+def few_of(streams: Streams, packed: Packed, offsets: Tensor, x: Tensor) -> int:
+    """The largest number of inputs, of those TRIED, for which streams are faster than unpacking and cuBLAS."""
+    few = 0
+    for inputs in TRIED:
+        given = x.expand(inputs, -1).contiguous()
+        sparse = partial(decode, given, streams, packed.scale, None, observed=False)
+        parts = (packed.values, packed.mask, offsets, packed.scale, None, packed.shape[1])
+        unpacking = partial(linear, given, *parts)
+        if min(graph_microseconds([sparse], x.device)) >= min(graph_microseconds([unpacking], x.device)):
+            break
+        few = inputs
+    return few
