@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.errors import ModelError, SecateurError
-from secateur.inference import convert, saving
+from secateur.inference import convert, groups, saving
 from secateur.inference import format as form
-from secateur.inference import groups
 from secateur.inference.card import model_card
 from secateur.inference.packed import PackedLinear, is_conv1d, linear_layers, packed_layers
 from secateur.integrations import folder as folder_module
