@@ -203,7 +203,7 @@ def test_one_token_after_another_is_a_decoder() -> None:
 @pytest.mark.parametrize(
     ("family", "words", "message"),
     [
-        ("gpt2", "", "--tokens 48, after 16 of a prompt: GPT2LMHeadModel has 32 learned positions"),
+        ("gpt2", "", "The context is a prompt of 16 and --tokens 48: GPT2LMHeadModel has 32 learned positions"),
         ("bert", "--tokens 2", "BertForMaskedLM does not decode token after token"),
         ("gpt2", "--tokens 2 --shapes 8x8", "--shapes and --int8 are for made-up layers"),
         ("", "--whole tiny --shapes 8x8", "leave out --shapes"),

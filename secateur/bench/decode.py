@@ -176,7 +176,7 @@ def check_decodes(model: Any, tokens: int) -> None:
     try:
         check_context(model, PROMPT + tokens)
     except SecateurError as error:
-        raise SecateurError(f"--tokens {tokens}, after {PROMPT} of a prompt: {error}") from error
+        raise SecateurError(f"The context is a prompt of {PROMPT} and --tokens {tokens}: {error}") from error
 
 
 @torch.no_grad()
