@@ -16,6 +16,7 @@ from secateur.inference import gpu, timing
 from secateur.inference.packed import PackedLinear, pack
 from secateur.inference.saving import save
 from tests import tiny
+from tests.damage import refused
 
 
 def cell(**changes: Any) -> dict[str, Any]:
@@ -55,6 +56,11 @@ def test_the_plain_sentence() -> None:
         " steps 2.00x)."
     )
     model["steps"] = [{**step, "packed_ms": [21.0]}]
+    assert decode.summary(model)[-1] == decode.NOTHING
+    model["steps"] = [{**step, "packed_layers": 0}]  # whatever the times say: both models are the same
+    assert decode.summary(model)[-2].endswith(
+        "50.0 tokens/s dense. No layer is smaller and faster packed, so all of them stay dense."
+    )
     assert decode.summary(model)[-1] == decode.NOTHING
     model["steps"] = [{**step, "right": False}]
     assert "outputs differ: 5.0% from the logits in fp32, dense 1.0%." in decode.summary(model)[-2]
@@ -195,3 +201,21 @@ def test_one_token_after_another_is_a_decoder() -> None:
             found.append(logits)
     assert torch.equal(found[0], found[2])
     assert not torch.allclose(found[0], found[1])
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "message"),
+    [
+        ("gpt2", "", "The context is a prompt of 16 and --tokens 48: GPT2LMHeadModel has 32 learned positions"),
+        ("bert", "--tokens 2", "BertForMaskedLM does not decode token after token"),
+        ("gpt2", "--tokens 2 --shapes 8x8", "--shapes and --int8 are for made-up layers"),
+        ("", "--whole tiny --shapes 8x8", "leave out --shapes"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused_at_once(
+    family: str, words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if family:
+        getattr(tiny, family)().save_pretrained(tmp_path / "model")
+    given = [*([str(tmp_path / "model")] if family else []), "--device", "cpu", *words.split()]
+    assert message in refused(capsys, main(["bench", "decode", *given, "--out", str(tmp_path / "records")]))

@@ -69,4 +69,10 @@ def test_a_second_run_measures_speed_alone(
     assert main([*words, "--patterns", "2:4"]) == 0
     capsys.readouterr()
     other = [word if word != "16" else "8" for word in words]
-    assert "was made with other settings" in refused(capsys, main([*other, "--patterns", "2:4"]))
+    said = refused(capsys, main([*other, "--patterns", "2:4"]))
+    assert said.endswith(
+        "was made with other settings: context 16, not 8. Delete the folder to prune it again, or name another with"
+        " --models."
+    )
+    assert "No pattern 'half'" in refused(capsys, main([*words, "--patterns", "half"]))
+    assert "0.5" not in capsys.readouterr().out

@@ -447,7 +447,8 @@ def test_a_job_ends_with_a_verdict(folder: Path, capsys: pytest.CaptureFixture[s
 def test_a_collapse_is_not_passed_over(
     verb: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = iter((75.8, 921.0))
+    tried = (100.0,) * 3 if verb == "probe" else ()  # the probe's own: before, after, the score alone
+    figures = iter((75.8, *tried, 921.0))
     monkeypatch.setattr(evaluation, "perplexity", lambda *_, **__: next(figures))
     assert run(folder, verb, "--out", "out") == 0
     shown = capsys.readouterr()

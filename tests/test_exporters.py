@@ -37,7 +37,8 @@ def test_onnx_runtime_gives_the_same_logits(packed: Path, tmp_path: Path, capsys
     assert export(packed, "--format", "onnx", "--out", out) == 0
     said = capsys.readouterr().out
     size = sum(path.stat().st_size for path in out.glob("model.onnx*"))
-    assert f"Zeros stay, ONNX Runtime does not use them: {size:,} bytes, as dense in fp32." in said
+    assert f"model files {size / 1e6:,.2f} MB" in said
+    assert "Zeros stay, ONNX Runtime does not use them: weights are as large as dense ones in fp32." in said
     assert {"config.json", "model.onnx", "tokenizer.json"} <= {path.name for path in out.iterdir()}
     assert "quantization_config" not in (out / "config.json").read_text()
     session = runtime.InferenceSession(out / "model.onnx")
@@ -86,6 +87,25 @@ def test_models_that_do_not_read_tokens_alone_are_refused(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+def failing() -> None:
+    try:
+        raise KeyError("no function for\nthis operation")
+    except KeyError as cause:
+        raise RuntimeError("\033[96mThis is step 3/3\033[0m of exporting. Next steps: implement it") from cause
+
+
+def test_what_an_exporter_cannot_express_is_said_in_a_line(tmp_path: Path) -> None:
+    """With the first cause, not with what the exporter wraps around it for its own developers."""
+    with pytest.raises(ModelError) as caught, exporters._quietly("ONNX", "Model"):
+        failing()
+    assert str(caught.value) == (
+        "ONNX cannot express Model: KeyError: 'no function for\\nthis operation'. Nothing was written; --format packed"
+        " and dense take every model."
+    )
+    with pytest.raises(ModelError, match="No format 'gguf'. Use one of '24', 'onnx', 'openvino'"):
+        exporters.export_for("gguf", tiny.llama(), tmp_path / "a")
+
+
 def two_of_four(dtype: torch.dtype = torch.bfloat16) -> Any:
     model = tiny.llama(hidden_size=64, intermediate_size=128).to(dtype)
     with torch.no_grad():
@@ -100,7 +120,7 @@ def test_24_is_loaded_by_torch_itself(tmp_path: Path, capsys: pytest.CaptureFixt
     sc.save(model, tmp_path / "a", tokenizer=tiny.tokenizer())
     assert export(tmp_path / "a", "--format", "24", "--out", tmp_path / "b") == 0
     said = capsys.readouterr().out
-    assert "14 of 15 linear layers are 2:4 tensors: " in said  # k and v have 32 rows
+    assert "14 of 15 linear layers are 2:4 tensors. " in said  # k and v have 32 rows
     assert "on a CPU nothing is gained" in said
     kind = exporters.SparseSemiStructuredTensorCUTLASS
     with torch.serialization.safe_globals([kind]):
@@ -132,12 +152,12 @@ def test_24_refuses_other_weights(
         exporters.export_for("24", small, tmp_path / "b")
 
 
-def test_missing_libraries_are_named(
-    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_missing_libraries_are_named_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kind, name in (("onnx", "onnxscript"), ("openvino", "openvino")):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-        said = refused(capsys, export(packed, "--format", kind, "--out", tmp_path / "b"))
+        said = refused(capsys, export(tmp_path / "no-model", "--format", kind, "--out", tmp_path / "b"))
         assert f'pip install "secateur[{kind}]"' in said
     assert not (tmp_path / "b").exists()
 

@@ -215,6 +215,19 @@ def test_files_have_the_lowest_version_that_reads_them(tmp_path: Path) -> None:
             assert found.version == version
 
 
+def test_groups_are_read_while_another_device_is_the_default() -> None:
+    """transformers builds and fills models with meta as the default device; nothing may have been cached before."""
+    mask = torch.tensor([[3, 0], [0, 96]], dtype=torch.uint8)
+    stored = groups.encode(mask, 16, (2, 16))
+    for cached in (groups._ones, groups._table):
+        cached.cache_clear()
+    with torch.device("meta"):
+        found = groups.decode(stored, 16, (2, 16))
+        assert groups.shortest(mask, 16) == (2, 16)
+    assert found is not None
+    assert torch.equal(found, mask)
+
+
 @pytest.mark.parametrize(
     ("stored", "message"),
     [

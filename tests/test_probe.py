@@ -258,7 +258,15 @@ def test_a_plateau_ends_the_search() -> None:
         ({"exact": True, "tolerance": 0.1}, "without a tolerance"),
         ({"exact": True, "order": "reverse", "scope": "model"}, "needs a sparsity for each layer"),
         ({"tolerances": (0.1,), "order": "reverse"}, "one joint probe"),
-        ({"tolerances": (0.1, -1.0)}, "tolerances must all be at least 0"),
+        ({"tolerances": (0.1, -1.0)}, "tolerances must be at least 0, all of them; got -1.0"),
+        ({"tolerances": 0.5}, "tolerances must be several numbers, such as .0, 0.5.; got 0.5"),
+        ({"tolerances": "ab"}, "tolerances must be several numbers"),
+        ({"tolerance": "1"}, "tolerance must be at least 0: .* got '1'"),
+        ({"tolerance": None}, "tolerance must be at least 0: .* got None"),
+        ({"shrink": None}, "shrink must be in .* got None"),
+        ({"evaluate": 5}, "evaluate must be a function of the model that returns a number; got 5"),
+        ({"evaluate": lambda _: None}, "evaluate.model. must return a number; it returned a NoneType"),
+        ({"evaluate": lambda _: torch.ones(2)}, "evaluate.model. must return a number; it returned a Tensor"),
         ({"tolerances": (0.1,), "exact": True}, "without a tolerance"),
         ({"group": "block"}, "A joint probe takes all layers at once: group='block' has no effect"),
         ({"refresh": True}, "chooses its candidates once: refresh has no effect"),
@@ -273,12 +281,15 @@ def test_what_cannot_be(settings: dict[str, Any], message: str) -> None:
 def test_levels_that_cannot_be() -> None:
     model, batches = classifier()
     for settings, message in (
-        ({"start": 0.0}, "start"),
+        ({"start": 0.0}, "start must be above 0 and at most end, 0.99; got 0.0"),
         ({"start": 1.0}, "start"),
-        ({"step": 0.0}, "step"),
-        ({"start": 0.5, "end": 0.4}, "end"),
-        ({"end": 1.0}, "end"),
-        ({"max_drop": -0.5}, "max_drop"),
+        ({"start": "a"}, "start must be above 0 .* got 'a'"),
+        ({"step": 0.0}, "step must be above 0: how much each level adds; got 0.0"),
+        ({"step": None}, "step must be above 0"),
+        ({"start": 0.5, "end": 0.4}, "start must be above 0 and at most end, 0.4; got 0.5"),
+        ({"end": 1.0}, "end must be a sparsity above 0 and below 1; got 1.0"),
+        ({"max_drop": -0.5}, "max_drop must be at least 0: how much of the metric may be lost; got -0.5"),
+        ({"max_drop": float("nan")}, "max_drop must be at least 0"),
         ({"tune": "all"}, "tune is"),
         ({"tune": True}, "none below 0"),
         ({"tune": "both", "tolerance": 0.0}, "Pass a tolerance above 0"),
@@ -556,3 +567,25 @@ def test_losses_of_the_calibration_are_called_so() -> None:
     assert [note for note in sc.probe(model, batches).notes if "The losses are of calibration batches" in note]
     notes = sc.probe(model, batches, evaluate=lambda _: 0.0).notes
     assert not [note for note in notes if "calibration batches" in note]
+
+
+@pytest.mark.parametrize("search", [True, False])
+def test_a_metric_sees_the_model_in_evaluation_mode(search: bool) -> None:
+    """Or every evaluation would move the statistics of batch normalization, and dropout would make levels noise."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(8)
+    model = nn.Sequential(nn.Linear(4, 8), norm, nn.ReLU(), nn.Linear(8, 3)).train()
+    batches = [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(2)]
+    before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
+
+    def metric(now: nn.Module) -> float:
+        assert not any(module.training for module in now.modules())
+        assert all(parameter.requires_grad for parameter in now.parameters())
+        return -nn.functional.cross_entropy(now(batches[0][0]), batches[0][1]).item()
+
+    if search:
+        sc.probe_until(model, batches, metric, step=0.4)
+    else:
+        sc.probe(model, batches, evaluate=metric)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in norm.state_dict().items())
+    assert all(module.training for module in model.modules())

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.errors import ModelError, SecateurError
-from secateur.inference import convert, saving
+from secateur.inference import convert, groups, saving
 from secateur.inference import format as form
 from secateur.inference.card import model_card
 from secateur.inference.packed import PackedLinear, is_conv1d, linear_layers, packed_layers
@@ -203,6 +203,8 @@ def test_masks_stored_as_groups_load_in_transformers(tmp_path: Path, family: str
         assert {found.groups(name) for name in found.packed} == {(2, 16)}
         assert found.version == 2
     assert json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]["version"] == 2
+    for cached in (groups._ones, groups._table):  # as in a process that has saved nothing
+        cached.cache_clear()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert {name.rpartition("_")[2] for name in loaded.state_dict()}.isdisjoint({"groups"})
     assert torch.allclose(logits(loaded), expected, atol=1e-5)

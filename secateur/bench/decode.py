@@ -29,6 +29,7 @@ from secateur.errors import SecateurError
 from secateur.inference import cpu
 from secateur.inference.packed import PackedLinear, linear_layers, pack
 from secateur.inference.timing import compare
+from secateur.integrations.evaluation import check_context
 from secateur.integrations.folder import load
 from secateur.kernels import reason_against
 from secateur.lab import record
@@ -67,6 +68,8 @@ def _on_gpu(options: argparse.Namespace) -> int:
     """Large layers against cuBLAS, or a whole decoder; the record is written again after each case."""
     if options.model or options.int8 or options.sparsity:
         raise SecateurError("--whole and GPUs have their own cases: leave out MODEL, --int8 and --sparsity.")
+    if options.whole and options.shapes:
+        raise SecateurError("--whole decodes with a whole model: leave out --shapes, which are of single layers.")
     data: dict[str, Any] = {"kernel": kernel(options.device), "cells": [], "whole": []}
     theme = "decode-whole" if options.whole else "decode"
     dtypes = [getattr(torch, dtype) for dtype in options.dtype or ["bfloat16"]]
@@ -155,12 +158,26 @@ def _of_model(options: argparse.Namespace) -> dict[str, Any]:
         for sparsity in options.sparsity or [None]:
             wanted = None if dtype is None else getattr(torch, dtype)
             model, _ = load(options.model, dtype=wanted, device=options.device, packed=False)
+            check_decodes(model, options.tokens)
             model.requires_grad_(False)
             if sparsity is not None:
                 prune_by_magnitude(model, sparsity)
             cells += measure_layers(model, options.calls)
             steps.append(measure_steps(model, options.tokens))
     return {"kernel": kernel(options.device), "model": options.model, "cells": cells, "steps": steps}
+
+
+def check_decodes(model: Any, tokens: int) -> None:
+    """Refuse models that do not write token after token, or not as many, before anything is measured."""
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise SecateurError(
+            f"{type(model).__name__} does not decode token after token, so its steps cannot be timed. Use"
+            " `secateur inspect`, which times its layers."
+        )
+    try:
+        check_context(model, PROMPT + tokens)
+    except SecateurError as error:
+        raise SecateurError(f"The context is a prompt of {PROMPT} and --tokens {tokens}: {error}") from error
 
 
 @torch.no_grad()
@@ -198,9 +215,7 @@ def measure_steps(model: Any, tokens: int) -> dict[str, Any]:
     weights = sum(row.shape[0] * row.shape[1] for row in rows)
     return {
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "sparsity": round(sum(row.zeros for row in rows) / weights, 4)
-        if weights
-        else 0.0,  # of layers that can be packed
+        "sparsity": round(sum(row.zeros for row in rows) / max(1, weights), 4),  # of layers that can be packed
         "packed_layers": len(report.packed),
         "layers": len(report.layers),
         "dense_ms": times[0],
@@ -270,6 +285,9 @@ def summary(data: dict[str, Any]) -> list[str]:
         dense, packed = step["dense_ms"], step["packed_ms"]
         what = f"{data['model']}, {step['dtype']}, {step['packed_layers']} of {step['layers']} linear layers packed"
         said = f"{what} ({step['sparsity']:.0%} zeros): {1e3 / median(dense):.1f} tokens/s dense"
+        if not step["packed_layers"]:
+            lines.append(f"{said}. No layer is smaller and faster packed, so all of them stay dense.")
+            continue
         if not step["right"]:
             errors = f"{step['packed_error']:.1%} from the logits in fp32, dense {step['dense_error']:.1%}"
             lines.append(f"{said}; {DIFFER}: {errors}.")

@@ -21,7 +21,17 @@ from typing import Any
 import torch
 
 from secateur.bench import quality
-from secateur.bench.decode import BESIDES, DIFFER, FURTHER, PROMPT, kernel, relative_error, sequences, steps_in_turns
+from secateur.bench.decode import (
+    BESIDES,
+    DIFFER,
+    FURTHER,
+    PROMPT,
+    check_decodes,
+    kernel,
+    relative_error,
+    sequences,
+    steps_in_turns,
+)
 from secateur.bench.measuring import ratio
 from secateur.errors import SecateurError
 from secateur.files import read_json, write
@@ -34,11 +44,12 @@ from secateur.lab import record
 from secateur.lab.page import figure
 from secateur.lab.plots import COLOURS
 from secateur.report import text_table
+from secateur.selection.tiles import parse_pattern
 
 CELL = "cell.json"  # beside a pruned model: what it was made with, and its quality
 DENSE = "dense"
 SAVED = torch.bfloat16
-AGAIN = "Delete the folder to prune it again."
+AGAIN = "Delete the folder to prune it again, or name another with --models."
 LEVEL = 0.01  # sparsities closer than this count as the same
 
 
@@ -55,6 +66,8 @@ def run(options: argparse.Namespace) -> int:
     wanted: list[dict[str, Any]] = [{"pattern": None, "asked": None}]
     wanted += [{"pattern": pattern, "asked": None} for pattern in options.patterns]
     wanted += [{"pattern": None, "asked": sparsity} for sparsity in options.sparsity]
+    for pattern in options.patterns:
+        parse_pattern(pattern)  # before anything is pruned
     data: dict[str, Any] = {**made, "seed": 0, "kernel": kernel(options.device), "cells": []}
     pruning = _Pruning(options)
     for one in wanted:
@@ -62,8 +75,10 @@ def run(options: argparse.Namespace) -> int:
         if not (folder / CELL).is_file():
             pruning(one, folder, made)
         cell = read_json(folder / CELL, dict, SecateurError, AGAIN)
-        if {key: cell[key] for key in made} != made:
-            raise SecateurError(f"{folder} was made with other settings: {cell}. {AGAIN}")
+        if other := [
+            f"{key} {cell.get(key)!r}, not {value!r}" for key, value in made.items() if cell.get(key) != value
+        ]:
+            raise SecateurError(f"{folder} was made with other settings: {'; '.join(other)}. {AGAIN}")
         data["cells"].append(cell)
         print(f"{name_of(one)}: perplexity {cell['perplexity']:.3f}", flush=True)
     measure_speed(data["cells"], options)
@@ -94,6 +109,7 @@ class _Pruning:
     def _begin(self) -> None:
         options = self.options
         self.model, self.tokenizer = load_with_tokenizer(options.model, dtype=torch.float32, device=options.device)
+        check_decodes(self.model, options.tokens)
         read = text.windows(self.tokenizer, text.read_text(options.text), options.context, options.windows)
         self.calibration, self.evaluation = text.split(read, *numbers(options.windows))
         self.weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
@@ -122,6 +138,7 @@ class _Pruning:
 def measure_speed(cells: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     """Add the milliseconds of decoding steps to the cells, all models in turns on the same tokens."""
     models = [load(options.models / name_of(cell), device=options.device) for cell in cells]
+    check_decodes(models[0], options.tokens)
     timed, others = sequences(models[0], options.tokens)
     times, logits = steps_in_turns(models, timed)
     _, more = steps_in_turns(models, others)
@@ -139,7 +156,7 @@ def measure_speed(cells: Sequence[dict[str, Any]], options: argparse.Namespace) 
 
 
 def table(cells: Sequence[dict[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Header and rows: quality beside speed, one row for each pattern and sparsity, fastest last."""
+    """Header and rows: quality beside speed, one row for each pattern and sparsity."""
     header = ("zeros", "sparsity", "perplexity", "bytes", "ms a token", "tokens/s", "to dense", "of the fastest steps")
     (dense,) = [cell for cell in cells if name_of(cell) == DENSE]
     rows = []

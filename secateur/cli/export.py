@@ -57,16 +57,17 @@ def run(options: argparse.Namespace) -> int:
 
 def _for_other_programs(options: argparse.Namespace) -> list[str]:
     """Build the model and write it; what came of it, in sentences."""
-    from secateur.inference.exporters import export_for
+    from secateur.inference.exporters import check_export, export_for
     from secateur.integrations.folder import load
 
+    check_export(options.format, options.out, overwrite=options.overwrite)  # before the model is loaded
     model, tokenizer = load(options.model, packed=False)
     done = export_for(options.format, model, options.out, tokenizer=tokenizer, overwrite=options.overwrite)
     checked = (
         [] if done.difference is None else [f"Largest difference of its logits: {done.difference:.1e} (relative)."]
     )
     return [
-        f"Parameters {_megabytes(done.dense_bytes)} dense, files {_megabytes(done.bytes)}"
+        f"Parameters {_megabytes(done.dense_bytes)} dense, model files {_megabytes(done.bytes)}"
         f" ({_share(done.bytes, done.dense_bytes)}).",
         *checked,
         done.said,

@@ -119,6 +119,19 @@ def _check_mode(options: argparse.Namespace) -> None:
                     f"{flag} has no effect with --order joint, which takes all layers at once. Leave it out, or use"
                     " --order reverse."
                 )
+    _check_tolerances(options)
+
+
+def _check_tolerances(options: argparse.Namespace) -> None:
+    """Refuse tolerances where none is used, and --exact where it has no sparsity to meet."""
+    if options.exact and (options.tolerance or options.tolerances):
+        raise SecateurError(
+            "--exact ranks candidates without a tolerance. Leave it out, or leave out --tolerance and --tolerances."
+        )
+    if options.exact and options.order != "joint" and options.scope == "model":
+        raise SecateurError(f"--exact with --order {options.order} prunes every layer alike: use --scope layer or row.")
+    if options.tolerances and options.order != "joint":
+        raise SecateurError("--tolerances are tried on the gradients of one joint probe: use --order joint.")
     if options.tune in ("on", "both") and options.tolerance == 0:
         raise SecateurError(
             f"--tune {options.tune} tries smaller tolerances, and there is none below 0. Pass a --tolerance above 0,"

@@ -26,11 +26,14 @@ from secateur.files import appearing
 from secateur.inference.packed import linear_layers, unpack
 from secateur.inference.saving import check_free
 
-EXTRA_ONNX, EXTRA_OPENVINO = '"secateur[onnx]"', '"secateur[openvino]"'
+# What is imported for each kind; its extra of this package has the same name.
+LIBRARIES = {"24": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino",)}
 ONNX, OPENVINO, SEMI = "model.onnx", "openvino_model.xml", "model_24.pt"
 NAMES = ("input_ids", "attention_mask")
 TOLERANCE = 1e-3  # largest difference of the logits relative to the largest logit; runtimes sum in another order
 TILE = (32, 64)  # rows and columns that torch's 2:4 tensors of 16 bits are made of
+BRINGS = "Zeros stay, {} does not use them: weights are as large as dense ones in fp32. There is no cache of keys."
+SAID = 300  # letters of an exporter's error that are shown
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -49,15 +52,26 @@ def export_for(
 ) -> Exported:
     """Write a model of transformers for another program: "onnx", "openvino" or "24". Packed layers are unpacked first,
     in place, and weights are fp32 for the first two."""
-    folder = Path(folder).absolute()
-    check_free(folder, overwrite, signs=("*.json", "*model*"))
+    check_export(kind, folder, overwrite=overwrite)
     unpack(model).eval()
-    with appearing(folder) as partial, torch.no_grad():
+    with appearing(Path(folder).absolute()) as partial, torch.no_grad():
         done = KINDS[kind](model, partial)
         model.config.save_pretrained(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
     return done
+
+
+def check_export(kind: str, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Refuse an unknown kind, missing libraries and a folder that is in use: all that is known without the model."""
+    if kind not in KINDS:
+        raise ModelError(f"No format {kind!r}. Use one of {', '.join(map(repr, KINDS))}.")
+    _libraries(kind)
+    check_free(Path(folder).absolute(), overwrite, signs=("*.json", "*model*"))
+
+
+def _libraries(kind: str) -> list[Any]:
+    return [library(name, f"Exporting to {kind}", f'"secateur[{kind}]"') for name in LIBRARIES[kind]]
 
 
 class _Logits(nn.Module):
@@ -107,8 +121,14 @@ def _quietly(program: str, name: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:  # exporters raise almost any type
-        said = " ".join(str(error).split())[:300]
-        raise ModelError(f"{name} cannot be exported to {program}: {type(error).__name__}: {said}") from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # what exporters wrap around it says how to mend the exporter
+            cause = cause.__cause__
+        said = " ".join(str(cause).split())[:SAID].rstrip(".")
+        raise ModelError(
+            f"{program} cannot express {name}: {type(cause).__name__}: {said}. Nothing was written; --format packed and"
+            " dense take every model."
+        ) from error
     finally:
         logging.disable(before)
         logger.setLevel(level)
@@ -138,9 +158,7 @@ def _dense_bytes(model: nn.Module) -> int:
 
 def write_onnx(model: Any, folder: Path) -> Exported:
     """model.onnx and model.onnx.data, of any batch size and length."""
-    _, _, runtime = (
-        library(needed, "Exporting to ONNX", EXTRA_ONNX) for needed in ("onnx", "onnxscript", "onnxruntime")
-    )
+    runtime = _libraries("onnx")[-1]
     made, any_size = _for_tokens(model), torch.export.Dim.DYNAMIC
     with _quietly("ONNX", type(model).__name__):
         program = torch.onnx.export(
@@ -156,14 +174,12 @@ def write_onnx(model: Any, folder: Path) -> Exported:
             return torch.from_numpy(session.run(None, fed)[0])
 
         difference = _checked("ONNX Runtime", made, computed)
-    size = _bytes(folder)
-    said = f"Zeros stay, ONNX Runtime does not use them: {size:,} bytes, as dense in fp32. There is no cache of keys."
-    return Exported(size, _dense_bytes(model), difference, said)
+    return Exported(_bytes(folder), _dense_bytes(model), difference, BRINGS.format("ONNX Runtime"))
 
 
 def write_openvino(model: Any, folder: Path) -> Exported:
     """openvino_model.xml and openvino_model.bin, of any batch size and length."""
-    openvino = library("openvino", "Exporting to OpenVINO", EXTRA_OPENVINO)
+    (openvino,) = _libraries("openvino")
     made = _for_tokens(model)
     with _quietly("OpenVINO", type(model).__name__):
         given = dict(zip(NAMES, _tokens(model, 2, 12), strict=True))
@@ -176,9 +192,10 @@ def write_openvino(model: Any, folder: Path) -> Exported:
             return torch.from_numpy(compiled([one.numpy() for one in given])[0])
 
         difference = _checked("OpenVINO", made, computed)
-    size = _bytes(folder)
-    said = f"Zeros stay, OpenVINO does not use them: {size:,} bytes, as dense in fp32. There is no cache of keys."
-    return Exported(size, _dense_bytes(model), difference, said)
+    said = (
+        "Zeros stay, OpenVINO does not use them: weights are as large as dense ones in fp32. There is no cache of keys."
+    )
+    return Exported(_bytes(folder), _dense_bytes(model), difference, said)
 
 
 # torch's 2:4 tensors
@@ -203,12 +220,11 @@ def write_24(model: Any, folder: Path) -> Exported:
             f" {reason}. Prune it with --pattern 2:4, in bf16 or fp16, or export it with --format packed."
         )
     torch.save(state, folder / SEMI)
-    size, dense = _bytes(folder), _dense_bytes(model)
     said = (
-        f"{len(made)} of {len(made) + len(reasons)} linear layers are 2:4 tensors: {size:,} bytes, dense {dense:,}."
-        " torch multiplies by them on NVIDIA GPUs alone; on a CPU nothing is gained."
+        f"{len(made)} of {len(made) + len(reasons)} linear layers are 2:4 tensors. torch multiplies by them on NVIDIA"
+        " GPUs alone; on a CPU nothing is gained."
     )
-    return Exported(size, dense, None, said)
+    return Exported(_bytes(folder), _dense_bytes(model), None, said)
 
 
 def not_24(layer: nn.Module) -> str:

@@ -119,8 +119,9 @@ def _ungrouped(numbers: Tensor, columns: int, m: int) -> Tensor:
 
 @functools.cache
 def _ones(m: int) -> Tensor:
-    """The number of ones in every number of m bits."""
-    return ((torch.arange(1 << m).unsqueeze(1) >> torch.arange(m)) & 1).sum(1)
+    """The number of ones in every number of m bits. On the CPU: transformers loads models with meta as the default."""
+    numbers, places = torch.arange(1 << m, device="cpu"), torch.arange(m, device="cpu")
+    return ((numbers.unsqueeze(1) >> places) & 1).sum(1)
 
 
 @functools.cache

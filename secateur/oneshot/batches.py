@@ -31,6 +31,8 @@ CALIBRATION_CONFIG = {"use_cache": False, "_experts_implementation": "eager"}
 
 def take_batches(batches: Iterable[Batch] | Tensor, limit: int | None = None) -> list[Batch]:
     """The first `limit` batches (all by default) as a list. A tensor of token ids is split into its rows."""
+    if not isinstance(batches, Iterable):
+        raise FactError(f"batches must be a loader, a list of batches or a tensor of ids, not {batches!r}.")
     taken = list(batches.split(1)[:limit]) if isinstance(batches, Tensor) else list(islice(batches, limit))
     if not taken:
         raise FactError("There are no batches to calibrate with. Pass a loader, a list of batches or a tensor of ids.")

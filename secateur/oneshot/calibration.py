@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur import kernels
-from secateur.errors import FactError
+from secateur.errors import FactError, ScheduleError
 from secateur.model.distributed import Gathered, fingerprint, ranks_of, reshard, unwrap
 from secateur.model.facts import least_spared, spared_share, target_of
 from secateur.model.held import Held, Masks
@@ -356,8 +356,19 @@ class CalibratedModel:
         return [found[number % self.ranks.size][number // self.ranks.size] for number in range(enough)]
 
     def evaluate(self, metric: Callable[[nn.Module], float]) -> float:
-        """The metric of the model as it is. Every rank computes it; the first rank's value counts."""
-        return self.ranks.first(float(metric(self.model)))
+        """The metric of the model as it is, in evaluation mode, where nothing changes it and dropout is off.
+
+        Every rank computes it; the first rank's value counts.
+        """
+        with eval_mode(self.model, [one for one in self.model.parameters() if one.requires_grad]):
+            found = metric(self.model)
+        try:
+            value = float(found)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ScheduleError(
+                f"evaluate(model) must return a number; it returned a {type(found).__name__}."
+            ) from error
+        return self.ranks.first(value)
 
     # Masks
 

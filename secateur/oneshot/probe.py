@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,9 +74,10 @@ def probe(
         refresh: choose candidates anew for every group, not once from the dense model.
         exact: try a tenth more candidates and prune those with the lowest score times the root of the growth of their
             gradient, until the sparsity is met.
-        evaluate: `evaluate(model)` compares the result with the score alone at the same sparsity in the report; the
-            default is the loss of the first calibration batches, which the veto lowers even where it makes the model
-            worse (a note says so): pass a metric of held-out data. On several ranks the first one's value counts.
+        evaluate: `evaluate(model)`, called in evaluation mode, compares the result with the score alone at the same
+            sparsity in the report; the default is the loss of the first calibration batches, which the veto lowers
+            even where it makes the model worse (a note says so): pass a metric of held-out data. On several ranks the
+            first one's value counts.
         tolerances: further tolerances to report, from the gradients of a joint probe.
     """
     settings = CalibrationSettings(
@@ -94,7 +96,25 @@ def probe(
                 " order='reverse', 'forward' or 'size'."
             )
         check_choice(sparsity, scope or "model", job.pattern, allocation)
+        if evaluate is not None:
+            check_metric(evaluate)
     return _probe(model, batches, job, settings, _Target(sparsity, exact, tolerances, evaluate))
+
+
+def check_number(name: str, value: Any, fits: Callable[[Any], bool], wanted: str) -> None:
+    """Refuse an argument that is no number, or none that fits."""
+    try:
+        fitting = bool(fits(value))
+    except TypeError:
+        fitting = False
+    if not fitting:
+        raise ScheduleError(f"{name} must be {wanted}; got {value!r}.")
+
+
+def check_metric(evaluate: object) -> None:
+    """Refuse a metric that cannot be called."""
+    if not callable(evaluate):
+        raise ScheduleError(f"evaluate must be a function of the model that returns a number; got {evaluate!r}.")
 
 
 @dataclass(frozen=True)
@@ -117,14 +137,14 @@ class Job:
         group = self.group
         if group != "block" and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
             raise PatternError(f"group is a number of layers, at least 1, or 'block'; got {group!r}.")
-        if not 0 <= self.shrink < 1:
-            raise ScheduleError(f"shrink must be in [0, 1): candidates are multiplied by it; got {self.shrink!r}.")
-        if not self.tolerance >= 0:
-            raise ScheduleError(f"tolerance must be at least 0: how much a gradient may grow; got {self.tolerance!r}.")
+        check_number("shrink", self.shrink, lambda x: 0 <= x < 1, "in [0, 1): candidates are multiplied by it")
+        check_number("tolerance", self.tolerance, lambda x: x >= 0, "at least 0: how much a gradient may grow")
+        if isinstance(tolerances, str) or not isinstance(tolerances, Sequence):
+            raise ScheduleError(f"tolerances must be several numbers, such as (0, 0.5); got {tolerances!r}.")
         if exact and (self.tolerance or tolerances):
             raise ScheduleError("exact=True ranks by score and growth without a tolerance. Leave one of them out.")
-        if any(not other >= 0 for other in tolerances):
-            raise ScheduleError(f"tolerances must all be at least 0; got {list(tolerances)}.")
+        for other in tolerances:
+            check_number("tolerances", other, lambda x: x >= 0, "at least 0, all of them")
         if self.pattern is not None and not exact:
             raise PatternError("The veto keeps single weights, which breaks a pattern: pass exact=True, or no pattern.")
         if tolerances and self.order != "joint":
@@ -281,9 +301,9 @@ def probe_until(
 ) -> Outcome:
     """Probe at rising sparsity while `evaluate(model)` stays within `max_drop` of the dense model.
 
-    `evaluate` returns a metric where higher is better, on data that is not among the batches; on several ranks the
-    first one's value decides. The search also ends when `PLATEAU` consecutive levels prune nothing more. The report
-    lists every level. Arguments that are not listed are those of `probe`.
+    `evaluate` returns a metric where higher is better, on data that is not among the batches, and is called in
+    evaluation mode; on several ranks the first one's value decides. The search also ends when `PLATEAU` consecutive
+    levels prune nothing more. The report lists every level. Arguments that are not listed are those of `probe`.
 
     Args:
         start: sparsity of the first level; each further level asks for `step` more, up to `end`.
@@ -319,9 +339,11 @@ class Levels:
     tune: bool | str
 
     def check(self, tolerance: float) -> None:
-        if not (0 < self.start <= self.end < 1 and self.step > 0 and self.max_drop >= 0):
-            found = f"{self.start!r}, {self.end!r}, {self.step!r}, {self.max_drop!r}"
-            raise ScheduleError(f"Need 0 < start <= end < 1, step > 0 and max_drop >= 0; got {found}.")
+        check_metric(self.evaluate)
+        check_number("end", self.end, lambda x: 0 < x < 1, "a sparsity above 0 and below 1")
+        check_number("start", self.start, lambda x: 0 < x <= self.end, f"above 0 and at most end, {self.end:g}")
+        check_number("step", self.step, lambda x: x > 0, "above 0: how much each level adds")
+        check_number("max_drop", self.max_drop, lambda x: x >= 0, "at least 0: how much of the metric may be lost")
         if self.tune not in (False, True, "both"):
             raise ScheduleError(f"tune is False, True or 'both', not {self.tune!r}.")
         if self.tune and tolerance == 0:
