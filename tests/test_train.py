@@ -404,7 +404,7 @@ def test_the_names_of_the_seeds() -> None:
         options("--variant", "bitter3", "--pruning-method", "magnitude")
 
 
-def test_the_extended_budget_is_the_seeds() -> None:
+def test_the_extended_budget_is_that_of_adamwprune() -> None:
     more = {"bitter2": 1210, "bitter3": 1300, "bitter3(eps=1e-6)": 1300, "bitter4": 1300, "bitter7": 1700}
     for score, steps in more.items():
         experiment = Experiment(score=score, sparsity=0.5, budget="extended")
