@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     # them; all other tests are about plain torch.
     os.environ |= {"TRITON_INTERPRET": "1", "SECATEUR_KERNELS": "off"}
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a hub
 torch.set_num_threads(1)  # tensors here are small, and threads that wait for each other cost more than they bring
 
 import pytest

@@ -418,7 +418,7 @@ def run_folders() -> tuple[Path, Path]:
     whole, half = home() / "whole", home() / "half"
     code, _, err = command(*TRAIN, "--out", str(whole))
     check(code == 0, err)
-    command(*TRAIN, "--out", str(half), "--max-time", "0")
+    command(*TRAIN, "--out", str(half), "--max-time", "0.001")
     check((half / "checkpoint").is_dir() and not (half / "summary.json").exists(), "the short run has no checkpoint")
     return whole, half
 

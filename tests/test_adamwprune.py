@@ -115,6 +115,20 @@ def test_settings_under_their_own_names() -> None:
     assert (spam.theta, spam.every, spam.warmup, spam.spike, spam.quiet) == (40, 200, 20, 3, 0)  # the rest: its preset
 
 
+def test_steps_at_the_edge_mean_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
+    found = settings("--variant", "bitter7", "--pruning-warmup", "0", "--warmup-steps", "0")
+    assert (found["begin"], found["warmup"]) == (0, 0)
+    for words, said in (
+        (["--adamwprune-ramp-end-step", "1"], "must be 0 or at least 2: 1 would mean the last step"),
+        (["--pruning-warmup", "-1"], "got '-1'"),
+        (["--max-time", "0"], "must be a number of seconds above 0, got '0'"),
+        (["--max-time", "nan"], "must be a number of seconds above 0, got 'nan'"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["train", *words])
+        assert said in capsys.readouterr().err
+
+
 def test_dense_leaves_out_what_the_recipe_says_of_pruning() -> None:
     recipe = ROOT / "recipes" / "gpt-small-variance-set-80.toml"
     experiment = read_experiment(recipe, settings("--pruning-method", "none"))

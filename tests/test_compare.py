@@ -441,6 +441,7 @@ def test_compiled_against_eager(tmp_path: Path) -> None:
     for cell in ("20 to 10 (-50.0 %)", "2.05 to 4.05 (+97.6 %)", "40.0 to 50.0 (+25.0 %)", "6.719 to 6.719 (+0.0 %)"):
         assert f" {cell}" in changes
     page = render(found)
+    assert page.count('<div class="figures">') == 2  # a figure alone in a grid would fill the width of the page
     for title in ("Compiled against eager", "Perplexity against memory"):
         assert f"<h2>{title}</h2>" in page
     assert "Compiled against eager" not in str(compared(make_sweep(tmp_path / "other", LOSSES)))

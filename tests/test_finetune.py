@@ -18,7 +18,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 from secateur.cli import main
 from secateur.errors import TextError
 from secateur.integrations import finetune as work
-from secateur.integrations import folder as folder_module
+from secateur.integrations import hub
 from secateur.integrations import transformers as hf
 from secateur.integrations.finetune_data import read_texts
 from tests import tiny
@@ -316,9 +316,18 @@ def test_texts_and_names_are_checked_before_anything_is_loaded(
 
     monkeypatch.setattr(work, "load", never)
     monkeypatch.setattr(socket, "create_connection", refuse)
-    monkeypatch.setattr(folder_module, "getproxies", dict)
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for words in (["--data", "nosuch.txt"], ["--eval-data", "nosuch.txt"]):
         assert "There is no file nosuch.txt" in refused(capsys, run(*words))
+    Path("rows.jsonl").write_text('{"text": "a"}\n')
+    assert "has no text under 'body'; it has 'text'" in refused(capsys, run("--data", "rows.jsonl:body"))
+    Path("rows.jsonl").unlink()
+    said = refused(capsys, run("--data", "dataset:no/where"))
+    assert (
+        "dataset:no/where cannot be read: it is no folder and not in the cache of the hub, and huggingface.co" in said
+    )
+    assert "cannot be reached (Name or service not known)" in said
     for code in (run(model="nosuch"), run("--teacher", "nosuch")):
         assert code == 2
     assert capsys.readouterr().err.count("There is no folder nosuch, no model of that name in the cache") == 2

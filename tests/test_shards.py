@@ -216,8 +216,11 @@ def test_saved_datasets_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         prepare(name, tmp_path / f"out{len(found)}", column="body", tokens=3000)
         found.append({key: raw for key, raw in files(tmp_path / f"out{len(found)}").items() if key != "meta.json"})
     assert found[1:] == found[:-1]
-    with pytest.raises(TextError, match="has no split 'train' but 'test'"):
-        prepare(f"dataset:{tmp_path}/splits", tmp_path / "b", column="body")
+    for wrong, said in (
+        ("splits", "'train' but 'test'"), ("splits:dev", "'dev' but 'test'"), ("saved:test", "'test' but 'train'"),
+    ):  # fmt: skip
+        with pytest.raises(TextError, match=f"has no split {said}"):
+            prepare(f"dataset:{tmp_path}/{wrong}", tmp_path / "b", column="body")
 
 
 @pytest.mark.parametrize(
@@ -249,6 +252,10 @@ def test_names_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for words, said in (
         ([f"dataset:{tmp_path}/none"], "There is no folder"),
         ([f"dataset:{tmp_path}/empty"], "cannot be read"),
+        (
+            [f"dataset:{tmp_path}/book.txt"],
+            f"book.txt is a file. Name it without dataset:, or its folder, dataset:{tmp_path}",
+        ),
         (["dataset:"], "does not name a dataset"),
         ([str(tmp_path / "book.txt"), "--tokens", "5"], "--tokens goes with dataset:NAME"),
     ):

@@ -404,7 +404,7 @@ def test_the_names_of_the_seeds() -> None:
         options("--variant", "bitter3", "--pruning-method", "magnitude")
 
 
-def test_the_extended_budget_is_the_seeds() -> None:
+def test_the_extended_budget_is_that_of_adamwprune() -> None:
     more = {"bitter2": 1210, "bitter3": 1300, "bitter3(eps=1e-6)": 1300, "bitter4": 1300, "bitter7": 1700}
     for score, steps in more.items():
         experiment = Experiment(score=score, sparsity=0.5, budget="extended")
@@ -432,6 +432,8 @@ PRUNED = {"score": "variance", "sparsity": 0.5}
         ({**PRUNED, "begin": 900}, "begin and end must be fractions"),
         ({**PRUNED, "end": 1001}, "in a run of 1000 steps"),
         ({**PRUNED, "end": 100.5}, "end must be a fraction of the steps or a whole number of them"),
+        ({**PRUNED, "begin": math.nan}, "begin must be a fraction of the steps or a whole number of them; got nan"),
+        ({**PRUNED, "end": math.inf}, "end must be a fraction of the steps or a whole number of them; got inf"),
         ({"scope": "layer"}, "scope does nothing without a score"),
         ({"allocation": "erk", "end": 0.9}, "end, allocation do nothing without a score"),
         ({"skip": ["head"]}, "skip does nothing without a score"),
@@ -441,9 +443,9 @@ PRUNED = {"score": "variance", "sparsity": 0.5}
         ({**PRUNED, "drop": 0.1}, "drop does nothing without regrow"),
         ({"model": "lenet5", "data": "digits", "context": 64}, "context does nothing with a model of images"),
         ({"spam_theta": 50}, "spam_theta does nothing without spam"),
-        ({"optimizer": "adamwspam", "spam_warmup": 900}, "warmup=900 is longer than every=500"),
-        ({"preset": "as-published"}, "is of AdamWPrune's scores"),
-        ({**PRUNED, "preset": "as-published"}, "not of score 'variance'"),
+        ({"optimizer": "adamwspam", "spam_warmup": 900}, "spam_*: warmup=900 is longer than every=500"),
+        ({"preset": "as-published"}, "It got no score."),
+        ({**PRUNED, "preset": "as-published"}, "needs a score of AdamWPrune: bitter0,"),
         ({**PRUNED, "preset": "published"}, "There is no preset 'published'. Did you mean 'as-published'?"),
         ({"precision": "fp8"}, "Use one of fp32, bf16, fp16."),
         ({"score": "variance", "sparsity": 0.5, "regrow": "random"}, "Set until to more than end"),

@@ -96,6 +96,7 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         "finetune",
         "train",
         "sweep",
+        "inspect",
     }  # bench: in each benchmark's own parser
     assert taken["--sparsity"] == {"prune", "probe", "finetune", "train"}
     assert taken["--out"] == set(VERBS) - {"scores", "bench"}

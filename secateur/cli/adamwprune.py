@@ -21,22 +21,31 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from secateur.cli.options import positive, sparsity
+from secateur.cli.options import positive, sparsity, whole
 from secateur.errors import SecateurError
 
 METHODS = ("none", "magnitude", "movement", "state")
 STATE_SCORE = "bitter0"  # AdamWPrune's score for state pruning when no variant is named
 SPAM_BASE = "adamwprune"  # the preset whose settings --spam-theta and its like change
 
+
+def _step(text: str) -> int:
+    """A step by its number, for settings that read 1 as the last step."""
+    number = whole(text)
+    if number == 1:
+        raise argparse.ArgumentTypeError("must be 0 or at least 2: 1 would mean the last step")
+    return number
+
+
 # Options with another name here, and the setting each one is.
 SETTINGS: dict[str, tuple[str, Any, str]] = {
-    "--pruning-warmup": ("begin", positive, "step at which the ramp begins: begin"),
-    "--adamwprune-ramp-end-step": ("end", positive, "step at which the ramp ends: end"),
+    "--pruning-warmup": ("begin", _step, "step at which the ramp begins: begin"),
+    "--adamwprune-ramp-end-step": ("end", _step, "step at which the ramp ends: end"),
     "--model-name": ("model", str, "model"),
     "--block-size": ("context", positive, "context"),
     "--learning-rate": ("lr", float, "lr"),
     "--weight-decay": ("weight_decay", float, "weight_decay"),
-    "--warmup-steps": ("warmup", positive, "steps of learning-rate warm-up: warmup"),
+    "--warmup-steps": ("warmup", whole, "steps of learning-rate warm-up: warmup"),
     "--eval-interval": ("evaluate_every", positive, "evaluate_every"),
     "--spam-theta": ("spam_theta", float, "spam_theta"),
     "--spam-interval": ("spam_every", int, "steps between resets: spam_every"),

@@ -44,6 +44,22 @@ def positive(text: str) -> int:
     return number
 
 
+def whole(text: str) -> int:
+    """A whole number of at least 0."""
+    return 0 if text.strip() == "0" else positive(text)
+
+
+def seconds(text: str) -> float:
+    """A number of seconds above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return number
+
+
 def demo_steps(text: str) -> int:
     """A number of steps the demo can do with."""
     number = positive(text)

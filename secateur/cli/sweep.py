@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from secateur.cli.options import add_out, add_training_device, import_torch, positive, training_on_cpu
+from secateur.cli.options import add_out, add_training_device, import_torch, positive, seconds, training_on_cpu
 from secateur.errors import SecateurError
 from secateur.files import check_file
 from secateur.settings import parse
@@ -33,7 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_out(parser, "folder of the runs (sweeps/NAME)")
     add_training_device(parser)
     parser.add_argument("--dry-run", action="store_true", help="try every run in seconds, on random data, and count")
-    parser.add_argument("--max-time", type=float, metavar="SECONDS", help="stop after this; the same command continues")
+    parser.add_argument(
+        "--max-time", type=seconds, metavar="SECONDS", help="stop after this; the same command continues"
+    )
     parser.add_argument(
         "--workers", type=positive, default=1, metavar="N", help="runs at a time, each in a process of its own (1)"
     )
@@ -104,5 +106,3 @@ def _check(options: argparse.Namespace) -> None:
         raise SecateurError("--workers does not go with --engine ray, which runs as many at a time as fit (--cpus).")
     if not ray and (options.cpus is not None or options.gpus is not None):
         raise SecateurError("--cpus and --gpus go with --engine ray. Here, --workers N runs N at a time.")
-    if options.max_time is not None and not options.max_time > 0:
-        raise SecateurError(f"--max-time must be a number of seconds above 0; got {options.max_time:g}.")

@@ -19,6 +19,7 @@ from secateur.cli.options import (
     add_training_device,
     import_torch,
     positive,
+    seconds,
     training_on_cpu,
 )
 from secateur.errors import SecateurError, library
@@ -54,7 +55,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", default=None, help="compile the model")
     add_training_device(parser)
     add_out(parser, "folder of the run (runs/MODEL-SCORE-SPARSITY-SEED)")
-    parser.add_argument("--max-time", type=float, metavar="SECONDS", help="stop after this; the same command continues")
+    parser.add_argument(
+        "--max-time", type=seconds, metavar="SECONDS", help="stop after this; the same command continues"
+    )
     parser.add_argument("--micro-batch", type=positive, help="rows in a forward pass (as many as fit)")
     parser.add_argument(
         "--checkpoint-every", type=positive, default=500, metavar="STEPS", help="steps between checkpoints (500)"

@@ -7,12 +7,9 @@ imported when a function needs them.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +19,13 @@ from secateur.inference import saving
 from secateur.inference.saving import check_free
 from secateur.integrations import smollm2
 from secateur.integrations.evaluation import TOKENS
+from secateur.integrations.hub import unreachable
 from secateur.model.mask_files import EXTRA
 from secateur.oneshot.batches import usable_device
 
 __all__ = ["check_free", "check_model", "load", "push_to_hub", "save", "saved_bytes"]
 
 BUILT_IN = "smollm2"
-PATIENCE = 5.0  # seconds to wait for the hub's answer
 OTHER_BYTES = 16 << 20  # allowed for tokenizer, configs and reports
 
 
@@ -58,29 +55,22 @@ def load(
 
 def check_model(name: str | os.PathLike[str]) -> None:
     """Refuse a name that is no folder, is not in the hub's cache, and cannot be looked up because the hub cannot be
-    reached. huggingface_hub would try again for half a minute. With a proxy nothing is checked."""
+    reached."""
     text = os.fspath(name)
     if text == BUILT_IN or Path(text).exists() or text.count("/") > 1 or text.startswith((".", "~", "/")):
         return
     library("transformers", f"Loading {text}", EXTRA)
     hub = library("huggingface_hub", f"Loading {text}", EXTRA)
-    constants = library("huggingface_hub.constants", f"Loading {text}", EXTRA)
-    where = urlsplit(constants.ENDPOINT)
-    if getproxies() or constants.HF_HUB_OFFLINE:  # offline, transformers says so at once
-        return
     try:
         if isinstance(hub.try_to_load_from_cache(text, "config.json"), str):
             return
     except hub.errors.HFValidationError as error:
         raise ModelError(f"{text} is neither a folder nor a name on the Hugging Face hub: {error}") from error
-    try:
-        port = where.port or (80 if where.scheme == "http" else 443)
-        socket.create_connection((where.hostname or "", port), PATIENCE).close()
-    except OSError as error:
+    if (why := unreachable()) is not None:
         raise ModelError(
-            f"There is no folder {text}, no model of that name in the cache of the Hugging Face hub, and"
-            f" {where.hostname} cannot be reached to look for one ({error}). Check the name, or the connection."
-        ) from error
+            f"There is no folder {text}, no model of that name in the cache of the Hugging Face hub, and {why}. Check"
+            " the name, or the connection."
+        )
 
 
 def _tokenizer(name: str, model: Any) -> Any:

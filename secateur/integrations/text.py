@@ -9,7 +9,8 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor
 
 from secateur.errors import SecateurError, TextError, library
+from secateur.integrations.hub import offline_if_unreachable
 from secateur.integrations.pieces import BETWEEN, token_lists
 from secateur.oneshot.batches import is_out_of_memory
 
 SOURCES = "a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT] or builtin"
-SPLITS = ("train", "validation", "test")
+TRAIN = "train"  # the split of a dataset unless another is named
+SPLITS = (TRAIN, "validation", "test")
 SAVED = ("dataset_info.json", "dataset_dict.json")  # in folders that `save_to_disk` of datasets wrote
 BASE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that it has an inverse modulo 2^64
 
@@ -55,10 +58,15 @@ def read_documents(source: str | os.PathLike[str]) -> list[str]:
 
 
 def check_source(source: str | os.PathLike[str]) -> None:
-    """Check before long work that the file of a source of `read_text` can be read."""
+    """Check before long work that a source of `read_text` is there and can be read."""
     name = os.fspath(source)
-    if name != "builtin" and not name.startswith("dataset:"):
-        _file(Path(_file_and_field(name)[0]))
+    if name.startswith("dataset:"):
+        _rows(name, streaming=True)
+    elif name != "builtin":
+        path, field = _file_and_field(name)
+        text = _file(Path(path))
+        if path.endswith(".jsonl"):
+            _documents(text.partition("\n")[0], path, field)
 
 
 def _file_and_field(name: str) -> tuple[str, str]:
@@ -161,32 +169,38 @@ def _line(error: Exception) -> str:
 
 
 def _rows(name: str, **how: bool) -> Any:
+    """The rows of a dataset by its name: in a folder, or on the hub."""
     parts = name.split(":")[1:]
-    split = parts.pop() if len(parts) > 2 or parts[-1] in SPLITS else "train"
-    if not 1 <= len(parts) <= 2 or not all((*parts, split)):
+    if not 1 <= len(parts) <= 3 or not all(parts):
         raise TextError(f"{name!r} does not name a dataset; the form is dataset:NAME[:CONFIG][:SPLIT].")
     datasets = library("datasets", f"Reading {name}", "datasets")
     folder = Path(parts[0]).expanduser()
+    if folder.is_file():
+        raise TextError(f"{folder} is a file. Name it without dataset:, or its folder, dataset:{folder.parent}.")
     if parts[0].startswith((".", "/", "~")) and not folder.is_dir():
         raise TextError(f"There is no folder {folder}. Give a name on the Hugging Face hub, or a folder of data files.")
-    try:
-        if any((folder / mark).is_file() for mark in SAVED):
-            return _saved(datasets.load_from_disk(str(folder)), split, **how)
-        parts[0] = str(folder) if folder.is_dir() else parts[0]
-        return datasets.load_dataset(*parts, split=split, **how)
-    except Exception as error:  # no network, no such name or split: almost any type
-        if is_out_of_memory(error):
-            raise
-        raise TextError(f"{name} cannot be read: {_line(error)}") from error
+    with nullcontext() if folder.is_dir() else offline_if_unreachable() as why:
+        try:
+            if any((folder / mark).is_file() for mark in SAVED):
+                return _saved(datasets.load_from_disk(str(folder)), parts[1:], **how)
+            split = parts.pop() if len(parts) > 2 or parts[-1] in SPLITS else TRAIN
+            parts[0] = str(folder) if folder.is_dir() else parts[0]
+            return datasets.load_dataset(*parts, split=split, **how)
+        except Exception as error:  # no network, no such name or split: almost any type
+            if is_out_of_memory(error):
+                raise
+            said = _line(error) if why is None else f"it is no folder and not in the cache of the hub, and {why}"
+            raise TextError(f"{name} cannot be read: {said}") from error
 
 
-def _saved(found: Any, split: str, streaming: bool = False) -> Any:
-    """A dataset that `save_to_disk` wrote: one split, or several by name."""
-    if isinstance(found, Mapping):
-        if split not in found:
-            raise TextError(f"it has no split {split!r} but {', '.join(map(repr, found))}")
-        found = found[split]
-    return found.to_iterable_dataset() if streaming else found
+def _saved(found: Any, named: Sequence[str], streaming: bool = False) -> Any:
+    """A dataset that `save_to_disk` wrote: one split, or several by name; `named` is what follows the folder."""
+    usual = TRAIN if isinstance(found, Mapping) else str(found.split or TRAIN)
+    splits = found if isinstance(found, Mapping) else {usual: found}
+    split = ":".join(named) or usual
+    if split not in splits:
+        raise TextError(f"it has no split {split!r} but {', '.join(map(repr, splits))}")
+    return splits[split].to_iterable_dataset() if streaming else splits[split]
 
 
 def windows(tokenizer: Any, text: str, context: int, count: int | None = None) -> Tensor:

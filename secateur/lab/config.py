@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from secateur import optim, regrowth
-from secateur.errors import SecateurError, nearest
+from secateur.errors import ScheduleError, SecateurError, nearest
 from secateur.lab import published
 from secateur.lab.models import is_language_model, parameter_groups
 from secateur.lab.published import EVERY_LAYER, budget_of, every_layer, preset_settings
@@ -182,7 +182,7 @@ class Experiment:
         check_sparsity(self.sparsity)
         for name in ("warmup", "begin", "end", "until"):
             value = getattr(self, name)
-            if value < 0 or (value > 1 and not float(value).is_integer()):
+            if not value >= 0 or (value > 1 and not float(value).is_integer()):
                 raise SecateurError(f"{name} must be a fraction of the steps or a whole number of them; got {value}.")
         if self.score is not None:
             resolve(self.score)
@@ -283,7 +283,10 @@ class Experiment:
         named = {name.removeprefix("spam_"): getattr(self, name) for name in SPAM if getattr(self, name) is not None}
         if named.get("spike") == 0:
             named["spike"] = None
-        return None if whole is None else replace(whole, **named)
+        try:
+            return None if whole is None else replace(whole, **named)
+        except ScheduleError as error:
+            raise ScheduleError(f"spam and spam_*: {error}") from error
 
     @property
     def adam_settings(self) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def quality_by_memory(
             marker = MARKERS[number % len(MARKERS)]
             axes.plot([memory], [quality], marker, color=colours[label], markersize=7, label=names[label])
         axes.margins(0.1)
+        axes.ticklabel_format(useOffset=False)
         axes.set(xlabel=FIGURES[key].name, ylabel=measure.name)
         axes.figure.legend(frameon=False, loc="outside lower center", ncols=columns, fontsize="small")
 

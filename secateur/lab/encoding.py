@@ -174,18 +174,23 @@ def _from_text(tokenizer: str | None) -> Any:
 
 def _begin_worker(encoding: Encoding) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first process stops the others
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = _from_text(encoding.tokenizer), encoding
-    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """A killed parent cannot end its workers: they wait for it and end themselves."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+def end_with_parent() -> None:
+    """In a worker process: leave Ctrl-C, which reaches the whole group, to the parent, which ends its workers; and end
+    when the parent was killed and cannot."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if (parent := multiprocessing.parent_process()) is None:
+        return
+
+    def watch() -> None:
         parent.join()
         os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _work(documents: Sequence[str]) -> Encoded:

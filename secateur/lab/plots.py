@@ -68,7 +68,7 @@ def render(found: Comparison) -> str:
         f"<h2>{html.escape(final.title)}</h2>",
         html_table(*summary(found)),
         "".join(f"<p>{html.escape(note)}</p>" for note in notes(final, found.measure)),
-        f'<div class="figures">{"".join(figures[2:])}</div>',
+        f'<div class="figures">{"".join([*figures[2:], *_cost_figures(found)])}</div>',
         _costs(found),
         "<details><summary>Full tables: at the end, at equal steps, at equal seconds</summary>",
         *(_table(one, found.measure) for one in found.tables),
@@ -112,17 +112,31 @@ def _share(found: Difference, measure: Measure) -> str:
     return written(percent(found, logarithmic=measure.logarithmic), "+.1f", " %")
 
 
+def _pair_names(rows: Sequence[Row]) -> dict[str, str]:
+    """What to call each pair of an eager and a compiled row."""
+    pairs = [(pair_name(eager), reached(eager)) for eager, _ in compile_pairs(rows)]
+    short = short_names([name for name, _ in pairs])
+    with_sparsity = _with_sparsity([(short[name], sparsity) for name, sparsity in pairs])
+    return dict(zip((name for name, _ in pairs), with_sparsity, strict=True))
+
+
 def _costs(found: Comparison) -> str:
-    """What the rows cost: tables, quality against memory, and compiled against eager."""
+    """Tables of what the rows cost."""
     rows, measure = found.rows, found.measure
     cost = cost_table(rows, measure)
     if cost is None:
         return ""
-    pairs = [(pair_name(eager), reached(eager)) for eager, _ in compile_pairs(rows)]
-    short = short_names([name for name, _ in pairs])
-    with_sparsity = _with_sparsity([(short[name], sparsity) for name, sparsity in pairs])
-    of_pairs = dict(zip((name for name, _ in pairs), with_sparsity, strict=True))
-    changes = compile_table(rows, measure, of_pairs)
+    parts = []
+    if (changes := compile_table(rows, measure, _pair_names(rows))) is not None:
+        parts += ["<h2>Compiled against eager</h2>", html_table(*changes)]
+    under = "".join(f"<p>{html.escape(note)}</p>" for note in cost_notes(rows, measure))
+    parts += ["<details><summary>What each row cost, mean over seeds</summary>", html_table(*cost), under, "</details>"]
+    return "".join(parts)
+
+
+def _cost_figures(found: Comparison) -> list[str]:
+    """Quality against memory, and compiled against eager, where the runs recorded them."""
+    rows, measure = found.rows, found.measure
     names, colours = short_names([row.label for row in rows]), {k: v[0] for k, v in styles(found).items()}
     labels = dict(zip((row.label for row in rows), _labels(rows, names), strict=True))
     figures = []
@@ -130,15 +144,10 @@ def _costs(found: Comparison) -> str:
         better = "down" if measure.logarithmic else "up"
         text = f"A point for every row, mean over seeds. Better is {better} and to the left."
         figures.append(block(f"{measure.name.capitalize()} against memory", text, scatter))
-    if chart := compile_chart(rows, measure, of_pairs, WIDTH):
+    if chart := compile_chart(rows, measure, _pair_names(rows), WIDTH):
         text = "Change of each figure with torch.compile, mean over seeds, all else equal."
         figures.append(block("Compiled against eager", text, chart))
-    parts = [f'<div class="figures">{"".join(figures)}</div>' if figures else ""]
-    if changes is not None:
-        parts += ["<h2>Compiled against eager</h2>", html_table(*changes)]
-    under = "".join(f"<p>{html.escape(note)}</p>" for note in cost_notes(rows, measure))
-    parts += ["<details><summary>What each row cost, mean over seeds</summary>", html_table(*cost), under, "</details>"]
-    return "".join(parts)
+    return figures
 
 
 def _table(found: Table, measure: Measure) -> str:

@@ -70,7 +70,7 @@ def preset_settings(preset: str, score: Any) -> dict[str, Any]:
     found = variant_of(score)
     if found is None:
         said = "no score" if score is None else f"score {score!r}"
-        raise SecateurError(f"preset {preset} is of AdamWPrune's scores ({', '.join(VARIANTS)}), not of {said}.")
+        raise SecateurError(f"preset {preset} needs a score of AdamWPrune: {', '.join(VARIANTS)}. It got {said}.")
     settings: dict[str, Any] = {"schedule": found.schedule, "begin": WARM_UP, "end": 1.0, "prunable": EVERY_LAYER}
     return settings | ({"budget": "extended"} if found.budget > 1 else {})
 

@@ -248,4 +248,4 @@ def dry_run_cells(cells: Sequence[Cell], cpu: bool) -> str:
         raise SecateurError(f"{len(failed)} of {len(alone)} runs cannot be: {' '.join(failed[:3])}")
     steps = sum(cell.experiment.steps_taken for cell in cells)
     seen = sum(cell.experiment.steps_taken * cell.experiment.step_size for cell in cells)
-    return "\n".join([*lines, f"{len(cells)} runs, {steps:,} steps, {seen / 1e6:,.1f} M tokens or images in all"])
+    return "\n".join([*lines, f"{len(cells)} runs, {steps:,} steps, {seen:,} tokens or images in all"])

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +21,7 @@ import torch
 
 from secateur.errors import SecateurError, library
 from secateur.files import write
+from secateur.lab.encoding import end_with_parent
 
 RETRIES = 2  # on Ray: if a node is lost, another continues its job, from storage that all nodes share
 ENDING = 5.0  # seconds that a process has to end before it is killed
@@ -161,8 +160,7 @@ class Workers:
 
 def _work(connection: Connection, work: Work, job: Job, threads: int, device: str | None) -> None:
     """In a process of its own: do the work and send its summary, or the reason why it failed as text."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(threads)
     if device is not None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = device
@@ -170,14 +168,6 @@ def _work(connection: Connection, work: Work, job: Job, threads: int, device: st
         connection.send(work(*job.arguments))
     except Exception as error:  # its text is all that the parent needs
         connection.send(reason(error, job.folder))
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent is gone, which may have been killed without a chance to end it."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def on_ray(jobs: Sequence[Job], work: Work, outcomes: Outcomes, cpus: float, gpus: float) -> None:
