@@ -13,7 +13,7 @@ INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check -c co
 CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,activations allocation calibration default_dtype masks optim patterns \
 	probe prunable prune pruner reconstruction regrowth report schedules scores selection spam))
 
-.PHONY: demo test test-core test-transformers check docs wheel soak mutants bench-select gpu readme clean
+.PHONY: demo test test-core test-transformers check docs wheel soak mutants bench-select gpu gpu-decode gpu-whole gpu-rest readme clean
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -92,21 +92,25 @@ bench-select: $(VENV)/.ready
 	$(BIN)/secateur bench select
 
 # On a machine with an NVIDIA GPU: tests of packed layers, what zeros buy there, all other GPU tests, then fresh records of
-# the four benchmarks the README quotes. What was measured least comes first; every benchmark writes its record at once, and
-# a part that fails does not keep the rest from running. GPU_PYTHON may be any Python with torch, triton and pytest; nothing
-# is installed.
+# the four benchmarks the README quotes. What was measured least comes first; every benchmark writes its record as it goes,
+# and a part that fails does not keep the rest from running. Each of the three targets takes some minutes. GPU_PYTHON may be
+# any Python with torch, triton and pytest; nothing is installed.
 GPU_PYTHON ?= python3
+PART = part() { echo "== $$*"; PYTHONPATH=. $(GPU_PYTHON) -m "$$@" || failed="$$failed [$$*]"; }
+VERDICT = if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+
 gpu:
-	@failed=""; part() { echo "== $$*"; PYTHONPATH=. $(GPU_PYTHON) -m "$$@" || failed="$$failed [$$*]"; }; \
-	part pytest -q -m gpu tests/test_gpu_decode.py; \
-	part secateur bench decode --device cuda; \
-	part secateur bench decode --device cuda --whole mistral-7b; \
-	part pytest -q -m gpu --ignore tests/test_gpu_decode.py; \
-	part secateur bench select; \
-	part secateur bench step; \
-	part secateur bench scale; \
-	part secateur bench pace --modes compile --steps 400; \
-	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+	@$(MAKE) --no-print-directory -k gpu-decode gpu-whole gpu-rest
+
+gpu-decode:
+	@$(PART); part pytest -q -m gpu tests/test_gpu_decode.py; part secateur bench decode --device cuda; $(VERDICT)
+
+gpu-whole:
+	@$(PART); part secateur bench decode --device cuda --whole mistral-7b; $(VERDICT)
+
+gpu-rest:
+	@$(PART); part pytest -q -m gpu --ignore tests/test_gpu_decode.py; part secateur bench select; \
+	part secateur bench step; part secateur bench scale; part secateur bench pace --modes compile --steps 400; $(VERDICT)
 
 readme: $(VENV)/.ready
 	$(BIN)/python -m tools.tables

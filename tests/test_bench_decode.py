@@ -124,6 +124,9 @@ def test_a_model_whose_packed_layers_are_wrong_is_found_out(monkeypatch: pytest.
     right = PackedLinear.forward
     monkeypatch.setattr(PackedLinear, "forward", lambda self, x: 1.05 * right(self, x))
     assert not decode.measure_steps(model, 3)["right"]
+    # one sequence is one sample of rounding: layers that are wrong for several sequences at once are found out too
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: (1 if len(x) == 1 else 1.05) * right(self, x))
+    assert not decode.measure_steps(model, 3)["right"]
 
 
 def test_options_that_do_not_fit_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,3 +212,12 @@ def test_kernels_compile_for_gpus_that_are_not_here() -> None:
     assert all(" stack=0 " in line for line in lines if line.startswith("_decode ")), lines
     # Threads exchange values at the end alone; a layout that makes them do so in the loop takes hundreds of shuffles.
     assert all(int(line.split()[5]) <= 120 for line in lines if line.startswith("_decode ")), lines
+
+
+def test_a_layer_without_values_yet_gets_no_streams(interpreted: None) -> None:
+    packed = PackedLinear.from_linear(nn.Linear(60, 8)).eval()
+    empty = copy.deepcopy(packed).to("meta").to_empty(device="cpu")
+    assert empty.streams is None
+    empty.load_state_dict(packed.state_dict())
+    assert empty.streams is not None
+    assert torch.equal(dense_of(empty.streams), packed.packed.dense())

@@ -255,7 +255,7 @@ def weights() -> dict[str, Tensor | Packed]:
         "c.weight": pack_weight(sparse((5, 9), 0.5), int8=True),
         "c.bias": torch.randn(5),
         "d.weight": pack_weight(patterned(5, 52, 2, 16)),
-        "e.weight": pack_weight(patterned(3, 32, 4, 16), int8=True, transposed=True),
+        "e.weight": pack_weight(patterned(3, 32, 4, 16).T, int8=True, transposed=True),
         "double": torch.randn(3, dtype=torch.float64),
         "steps": torch.tensor(7),
         "empty": torch.zeros(0, 4),
@@ -285,7 +285,7 @@ def test_files_round_trip(tmp_path: Path, shard: int) -> None:
         assert found.shapes()["b.weight"] == [6, 3, 3, 3]
         assert found.packed == ["a.weight", "b.weight", "c.weight", "d.weight", "e.weight"]
         assert [found.groups(name) for name in found.packed] == [None, None, None, (2, 16), (4, 16)]
-        assert found.shapes()["e.weight"] == [3, 32]
+        assert found.shapes()["e.weight"] == [32, 3]
         found.check()
     for name in names:
         with files.safe_open(tmp_path / name, framework="pt") as opened:  # safetensors itself reads them

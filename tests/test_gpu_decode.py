@@ -31,7 +31,7 @@ def test_every_dtype_and_number_of_inputs(dtype: torch.dtype, inputs: int) -> No
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5000), (777, 3), (33, 2049), (129, 14336), (5, 40961)])
-@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.99, 1.0])
+@pytest.mark.parametrize("sparsity", [0.0, 0.9, 1.0])
 def test_odd_shapes(shape: tuple[int, int], sparsity: float) -> None:
     cases.check_decode(cases.weight_of(shape, sparsity, torch.bfloat16, GPU), 1, kinds=("cells", "4", "8"))
     cases.check_decode(cases.weight_of(shape, sparsity, torch.float32, GPU), 3)

@@ -161,7 +161,7 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("train", "train needs a recipe or settings: secateur train RECIPE.toml"),
         ("train --dry-run", "train needs a recipe or settings"),
         ("train missing.toml", "Cannot read missing.toml: No such file"),
-        ("train --set sparsity=0.5", "do nothing without a score"),
+        ("train --set sparsity=0.5", "sparsity does nothing without a score"),
         ("train --score variance --sparsity 70", "percent write 0.7"),
         ("train --score varianc --sparsity 0.7", "Did you mean 'variance'?"),
         ("train --score variance --variant bitter7", "name the score twice"),

@@ -97,7 +97,7 @@ def full_tables() -> str:
                 one.found,
                 ", ".join(map(linked, one.evidence)) or "-",
             )
-            for one in found.claims
+            for one in sorted(found.claims, key=lambda one: one.line or 0)
             if one.document == key
         ]
         table = markdown_table(("line", "claim", "verdict", "found", "evidence"), rows).replace("---:", "---")

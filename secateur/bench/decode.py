@@ -44,8 +44,9 @@ NOTHING = "Nothing is gained here."
 DIFFER = "outputs differ"
 PROMPT = 16  # tokens before those that are timed
 # Rounding grows through the layers, so packed logits may be this much further from those of the fp32 model than dense
-# logits are (norm of the difference, relative).
+# logits are (norm of the difference, relative). One sequence is one sample of rounding: others are compared with it.
 FURTHER, BESIDES = 1.25, 1e-4
+OTHERS, OTHER_TOKENS = 8, 8
 LEAST_GAIN = 1.02  # a smaller one is noise
 
 
@@ -81,7 +82,7 @@ def _on_gpu(options: argparse.Namespace) -> int:
     else:
         shapes = [_shape(text) for text in options.shapes or decode_gpu.SHAPES]
         for shape, dtype, case in product(shapes, dtypes, decode_gpu.CASES):
-            data["cells"].append(decode_gpu.measure(shape, case, dtype, options.device, decode_gpu.CALLS))
+            data["cells"].append(decode_gpu.measure(shape, case, dtype, options.device, options.calls))
             path = record.save(theme, data, options, options.device)
         print(text_table(*decode_gpu.table(data["cells"])))
     print(path)
@@ -203,12 +204,12 @@ def measure_steps(model: Any, tokens: int) -> dict[str, Any]:
     """Milliseconds of decoding steps, dense and packed in turns on the same tokens, and how far from fp32 both are."""
     other = copy.deepcopy(model)
     report = pack(other)
-    device = next(model.parameters()).device
-    size = model.get_input_embeddings().num_embeddings
-    ids = torch.randint(size, (1, PROMPT + tokens), generator=torch.Generator().manual_seed(0)).to(device)
-    times, logits = steps_in_turns((model, other), ids)
-    exact = copy.deepcopy(model).float()(ids).logits[:, PROMPT:]
-    dense, packed = (relative_error(found, exact) for found in logits)
+    timed, others = sequences(model, tokens)
+    times, logits = steps_in_turns((model, other), timed)
+    _, more = steps_in_turns((model, other), others)
+    precise = copy.deepcopy(model).float()
+    exact = [precise(ids).logits[:, PROMPT:] for ids in (timed, others)]
+    dense, packed = (relative_error(found, exact) for found in zip(logits, more, strict=True))
     packable = {name for name, _, reason in linear_layers(model) if not reason}
     rows = [row for row in report.layers if row.name in packable]
     weights = sum(row.shape[0] * row.shape[1] for row in rows)
@@ -223,6 +224,15 @@ def measure_steps(model: Any, tokens: int) -> dict[str, Any]:
         "packed_error": packed,
         "right": packed <= FURTHER * dense + BESIDES,
     }
+
+
+def sequences(model: Any, tokens: int) -> tuple[Tensor, Tensor]:
+    """Random tokens to decode: one sequence to time, and some more, decoded together, to compare outputs on."""
+    size, generator = model.get_input_embeddings().num_embeddings, torch.Generator().manual_seed(0)
+    shapes = (1, PROMPT + tokens), (OTHERS, PROMPT + OTHER_TOKENS)
+    device = next(model.parameters()).device
+    timed, others = (torch.randint(size, shape, generator=generator).to(device) for shape in shapes)
+    return timed, others
 
 
 def steps_in_turns(models: Sequence[Any], ids: Tensor) -> tuple[list[list[float]], list[Tensor]]:
@@ -240,9 +250,10 @@ def steps_in_turns(models: Sequence[Any], ids: Tensor) -> tuple[list[list[float]
     return times, [torch.cat(found, 1) for found in logits]
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    """Norm of the difference, relative."""
-    return float((found - exact).norm() / exact.norm())
+def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Norm of the difference over all of these tensors, relative."""
+    far = sum(float((one - other).square().sum()) for one, other in zip(found, exact, strict=True))
+    return (far / sum(float(other.square().sum()) for other in exact)) ** 0.5
 
 
 def table(cells: Sequence[dict[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:

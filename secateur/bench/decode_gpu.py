@@ -25,7 +25,6 @@ from secateur.inference.timing import compare, graph_of, replayed
 SHAPES = ("14336x4096", "4096x14336", "8192x8192")
 PREFILL = 512
 DIFFER = "outputs differ"
-CALLS = 15  # of each form, in turns
 
 
 @dataclass(frozen=True)

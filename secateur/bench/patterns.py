@@ -29,6 +29,7 @@ from secateur.bench.decode import (
     check_decodes,
     kernel,
     relative_error,
+    sequences,
     steps_in_turns,
 )
 from secateur.bench.measuring import ratio
@@ -138,17 +139,18 @@ def measure_speed(cells: Sequence[dict[str, Any]], options: argparse.Namespace) 
     """Add the milliseconds of decoding steps to the cells, all models in turns on the same tokens."""
     models = [load(options.models / name_of(cell), device=options.device) for cell in cells]
     check_decodes(models[0], options.tokens)
-    size = models[0].get_input_embeddings().num_embeddings
-    ids = torch.randint(size, (1, PROMPT + options.tokens), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(options.device)
-    times, logits = steps_in_turns(models, ids)
-    for cell, model, taken, found in zip(cells, models, times, logits, strict=True):
+    timed, others = sequences(models[0], options.tokens)
+    times, logits = steps_in_turns(models, timed)
+    _, more = steps_in_turns(models, others)
+    for cell, model, taken, *found in zip(cells, models, times, logits, more, strict=True):
         layers = [layer for _, layer in packed_layers(model)]
         numel = sum(layer.in_features * layer.out_features for layer in layers)
         packed = sum(layer.packed.nbytes for layer in layers)
         cell |= {"packed_layers": len(layers), "bytes": packed / (numel * SAVED.itemsize) if numel else 1.0}
-        dense = unpack(model)(ids).logits[:, PROMPT:].float()
-        exact = model.float()(ids).logits[:, PROMPT:]
+        unpack(model)
+        dense = [model(ids).logits[:, PROMPT:].float() for ids in (timed, others)]
+        model.float()
+        exact = [model(ids).logits[:, PROMPT:] for ids in (timed, others)]
         cell |= {"ms": taken, "error": relative_error(found, exact), "dense_error": relative_error(dense, exact)}
         cell["right"] = cell["exact"] and cell["error"] <= FURTHER * cell["dense_error"] + BESIDES
 

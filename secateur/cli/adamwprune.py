@@ -82,7 +82,7 @@ REFUSED: dict[str, str] = {
     "--num-batches": f"{PROBE} Use --calibration N --batch N.",
     "--reduction-factor": f"{PROBE} Use --shrink F.",
     "--gradient-threshold": f"{PROBE} Use --tolerance G, the same number.",
-    "--experimental-tune-both-steps": f"{PROBE} `secateur probe --help` has how to tune.",
+    "--experimental-tune-both-steps": f"{PROBE} Use --until with --tune both.",
 }  # fmt: skip
 
 

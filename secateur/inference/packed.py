@@ -185,7 +185,9 @@ class PackedLinear(nn.Module):
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
         if scale is not None and self.weight_scale is not None and self.weight_scale.dtype != scale.dtype:
             self.weight_scale = scale.to(self.weight_scale.device)
-        if before != (self.weight.device, self.weight.dtype):
+        if before[0].type == "meta":
+            self.streams = None  # there are no values yet; `refresh` and loading derive them
+        elif before != (self.weight.device, self.weight.dtype):
             self._derive()
         return self
 

@@ -264,7 +264,7 @@ def linear(
     grid = (-(-form.rows // form.tile), -(-inputs // together))
     arguments = (
         x, *_four(values), *_four(indices), bases, starts, starts if scale is None else scale,
-        starts if bias is None else bias, out, form.rows, inputs,
+        starts if bias is None else bias.detach(), out, form.rows, inputs,
     )  # fmt: skip
     constants = constants_of(form, dtype, together, scale, bias)
     launch_kernel(_decode, grid, arguments, constants, warps=form.warps, fused=True)
