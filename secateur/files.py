@@ -207,6 +207,11 @@ def read_json(path: Place, kind: type, error: type[SecateurError] = DataError, a
     return found
 
 
+def megabytes(number: int) -> str:
+    """A size as text."""
+    return f"{number / 1e6:,.2f} MB"
+
+
 def _hidden(path: Path) -> str:
     return f".{path.name}.{uuid.uuid4().hex[:8]}"
 

@@ -443,15 +443,16 @@ def test_a_job_ends_with_a_verdict(folder: Path, capsys: pytest.CaptureFixture[s
     assert "collapsed" not in shown.err
 
 
-@pytest.mark.parametrize("verb", ["prune", "probe"])
+@pytest.mark.parametrize("verb", ["prune", "probe", "probe --until --start 0.1 --end 0.1"])
 def test_a_collapse_is_not_passed_over(
     verb: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tried = (100.0,) * 3 if verb == "probe" else ()  # the probe's own: before, after, the score alone
+    tried = () if verb == "prune" else (100.0,) * 3  # the probe's own: before, after, the score alone
     figures = iter((75.8, *tried, 921.0))
     monkeypatch.setattr(evaluation, "perplexity", lambda *_, **__: next(figures))
-    assert run(folder, verb, "--out", "out") == 0
+    assert run(folder, *verb.split(), "--out", "out") == 0
     shown = capsys.readouterr()
+    assert ("(--max-drop)" if "--until" in verb else "(--sparsity)") in shown.err  # an option that the verb takes
     assert re.fullmatch(r"Perplexity: dense 75.8 -> 921 at [\d.]+ %: \+1,115 %", shown.out.splitlines()[-1])
     said = "Quality collapsed: worse than guessing uniformly among 97 tokens."
     assert f"secateur: warning: {said}" in shown.err

@@ -145,3 +145,19 @@ def test_damaged_folders_leave_nothing_behind(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "empty").mkdir()
     assert "holds no .safetensors" in refused(capsys, export(tmp_path / "empty", "--out", tmp_path / "b"))
     assert not (tmp_path / "b").exists()
+
+
+def test_what_a_folder_lacks_is_said_by_its_own_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pickles alone, and a config that is no JSON: neither is named by the temporary folder that it was copied to."""
+    folder = tmp_path / "a"
+    tiny.llama().save_pretrained(folder)
+    (folder / "config.json").write_text("{")
+    for kind in ("packed", "dense"):
+        said = refused(capsys, main(["export", str(folder), "--format", kind, "--out", str(tmp_path / "b")]))
+        assert f"{folder / 'config.json'} cannot be read as JSON" in said
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / "config.json").unlink()
+    for verb in (["inspect"], ["export", "--out", str(tmp_path / "b")]):
+        said = refused(capsys, main([verb[0], str(folder), *verb[1:]]))
+        assert said.endswith("are pickles, which are not read: load it with transformers, then call save_pretrained.")
+    assert not (tmp_path / "b").exists()

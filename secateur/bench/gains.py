@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from secateur.bench.decode import DIFFER, LEAST_GAIN, NOTHING, kernel, measure
 from secateur.bench.measuring import ratio
+from secateur.files import megabytes
 from secateur.inference.format import smaller
 from secateur.selection.masks import packed_bytes
 
@@ -81,7 +82,7 @@ class Gains:
             cell, (dense, packed) = group.cell, group.us
             found.append(
                 (cell["shape"], str(group.layers), cell["dtype"], f"{group.zeros / group.weights:.1%}",
-                 f"{group.dense_bytes / 1e6:,.2f} MB", f"{group.packed_bytes / 1e6:,.2f} MB", f"{dense:.0f}",
+                 megabytes(group.dense_bytes), megabytes(group.packed_bytes), f"{dense:.0f}",
                  f"{packed:.0f}", ratio(dense / packed, cell["right"], DIFFER))
             )  # fmt: skip
         return found
@@ -94,8 +95,8 @@ class Gains:
         left = f" {self.left} linear layers have too few zeros and stay dense." if self.left else ""
         dense, packed = sum(group.dense_bytes for group in groups), sum(group.packed_bytes for group in groups)
         said = [
-            f"Packed, {sum(group.layers for group in groups)} linear layers take {packed / 1e6:,.2f} MB instead of"
-            f" {dense / 1e6:,.2f} ({packed / dense:.0%}).{left}",
+            f"Packed, {sum(group.layers for group in groups)} linear layers take {megabytes(packed)} instead of"
+            f" {megabytes(dense)} ({packed / dense:.0%}).{left}",
             f"Packed layers are computed by: {kernel(self.device)}; threads: {torch.get_num_threads()}.",
         ]
         if not all(group.cell["right"] for group in groups):

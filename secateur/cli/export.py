@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from secateur.cli.options import MODELS, add_out, import_torch
 from secateur.errors import SecateurError
-from secateur.files import check_folder
+from secateur.files import check_folder, megabytes
 
 if TYPE_CHECKING:
     from secateur.inference.convert import Converted
@@ -67,7 +67,7 @@ def _for_other_programs(options: argparse.Namespace) -> list[str]:
         [] if done.difference is None else [f"Largest difference of its logits: {done.difference:.1e} (relative)."]
     )
     return [
-        f"Parameters {_megabytes(done.dense_bytes)} dense, model files {_megabytes(done.bytes)}"
+        f"Parameters {megabytes(done.dense_bytes)} dense, model files {megabytes(done.bytes)}"
         f" ({_share(done.bytes, done.dense_bytes)}).",
         *checked,
         done.said,
@@ -99,26 +99,22 @@ def _converted(options: argparse.Namespace, source: Path) -> list[str]:
 def summary(done: Converted, packed: bool) -> list[str]:
     """Sizes before and after, in sentences."""
     lines = [
-        f"{done.weights} tensors: {_megabytes(done.dense_bytes)} dense, {_megabytes(done.bytes)} as written"
+        f"{done.weights} tensors: {megabytes(done.dense_bytes)} dense, {megabytes(done.bytes)} as written"
         f" ({_share(done.bytes, done.dense_bytes)}).",
     ]
     if done.packed:
         lines.append(
-            f"{done.packed} packed weights: {_megabytes(done.packed_dense_bytes)} dense,"
-            f" {_megabytes(done.packed_bytes)} packed ({_share(done.packed_bytes, done.packed_dense_bytes)})."
+            f"{done.packed} packed weights: {megabytes(done.packed_dense_bytes)} dense,"
+            f" {megabytes(done.packed_bytes)} packed ({_share(done.packed_bytes, done.packed_dense_bytes)})."
         )
     elif packed:
         lines.append("No linear layer has enough zeros to be smaller packed: the weights are dense.")
     if done.compressed_bytes is not None:
         lines.append(
-            f"Compressed for transport: {_megabytes(done.compressed_bytes)}"
+            f"Compressed for transport: {megabytes(done.compressed_bytes)}"
             f" ({_share(done.compressed_bytes, done.dense_bytes)} of dense)."
         )
     return lines
-
-
-def _megabytes(number: int) -> str:
-    return f"{number / 1e6:,.2f} MB"
 
 
 def _share(part: int, whole: int) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from secateur.cli.options import MODELS, add_device, add_out, import_torch, pick_device
 from secateur.errors import ModelError, SecateurError
-from secateur.files import check_file, write
+from secateur.files import check_file, megabytes, write
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,12 +97,12 @@ def _linear_in(folder: Path) -> Linear:
 def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Named weights from the files of a folder, one at a time."""
     from secateur.inference.convert import expanded
-    from secateur.inference.format import Packed, WeightFiles, weight_files
+    from secateur.inference.format import Packed, WeightFiles, no_weights, weight_files
 
     with expanded(folder) as whole:
         files = next((found for place in (whole, folder / BEST) if (found := weight_files(place))), [])
         if not files:
-            raise ModelError(f"{folder} holds no .safetensors files. Name a folder that a model was saved in.")
+            raise no_weights(folder)
         with WeightFiles(files) as weights:
             for name in weights:
                 weight = weights[name]
@@ -117,12 +117,8 @@ def _natural(one: Inspected) -> list[tuple[int, str]]:
 def _row(one: Inspected) -> tuple[str, ...]:
     return (
         one.name, "x".join(map(str, one.shape)), f"{one.zeros:,}", f"{one.sparsity:.2%}",
-        ", ".join(one.patterns) or "-", _megabytes(one.dense_bytes), _megabytes(one.packed_bytes),
+        ", ".join(one.patterns) or "-", megabytes(one.dense_bytes), megabytes(one.packed_bytes),
     )  # fmt: skip
-
-
-def _megabytes(number: int) -> str:
-    return f"{number / 1e6:,.2f} MB"
 
 
 def summary(found: list[Inspected], left_out: int, masked: bool) -> list[str]:
@@ -132,7 +128,7 @@ def summary(found: list[Inspected], left_out: int, masked: bool) -> list[str]:
     lines = [
         f"{zeros:,} of {weights:,} weights in {len(found)} tensors are zero: {zeros / weights:.4%}."
         + (f" {left_out:,} weights in vectors and other tensors were not counted." if left_out else ""),
-        f"Dense {_megabytes(dense)}; packed {_megabytes(packed)}, tensors that packing would enlarge left dense.",
+        f"Dense {megabytes(dense)}; packed {megabytes(packed)}, tensors that packing would enlarge left dense.",
     ]
     if not masked:
         return [*lines, "No masks were saved with it, so zeros were not compared with masks."]

@@ -114,6 +114,8 @@ def _run_in(folder: Path, options: argparse.Namespace, work: Work, decides: bool
     outcome = work(model, task.batches(calibration, options.batch), gauge)
     after = judge("after")
     found = Verdict(task.measure, before[0][1], after[0][1], outcome.sparsity, _vocabulary(model))
+    if decides:
+        found = replace(found, advice="Allow less (--max-drop), or decide on more text (--evaluation).")
     notes = (*found.warnings, *outcome.notes)
     stages_done = (*stages.done, *outcome.stages)
     outcome = replace(outcome, found=(*before, *after, *outcome.found), stages=stages_done, notes=notes)

@@ -28,6 +28,7 @@ from secateur.inference.format import (
     Weight,
     WeightFiles,
     describe,
+    no_weights,
     pack_weight,
     smaller,
     version_of,
@@ -131,7 +132,7 @@ class _Counting:
 def _files(folder: str | os.PathLike[str]) -> list[Path]:
     if files := weight_files(folder):
         return files
-    raise ModelError(f"{folder} holds no .safetensors files. Name a folder that a model was saved in.")
+    raise no_weights(folder)
 
 
 def is_packed(folder: str | os.PathLike[str]) -> bool:

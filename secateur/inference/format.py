@@ -344,6 +344,14 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     return found
 
 
+def no_weights(folder: str | os.PathLike[str]) -> ModelError:
+    """The error about a folder without safetensors files."""
+    advice = "Name a folder that a model was saved in."
+    if any(Path(folder).glob("*.bin")):
+        advice = "Its .bin files are pickles, which are not read: load it with transformers, then call save_pretrained."
+    return ModelError(f"{folder} holds no .safetensors files. {advice}")
+
+
 class WeightFiles(Mapping[str, Weight]):
     """Weights read from safetensors files one at a time, packed or not, each checked against its hash.
 

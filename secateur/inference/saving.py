@@ -31,6 +31,7 @@ from secateur.inference.format import (
     Packed,
     Weight,
     WeightFiles,
+    no_weights,
     pack_weight,
     smaller,
     weight_files,
@@ -229,6 +230,8 @@ def export(
     with forms.expanded(source) as place:
         known = (place / forms.CONFIG).is_file()
         check_free(folder, overwrite, signs=("*.json", "*model*"))
+        if known:
+            read_json(place / forms.CONFIG, dict, ModelError, AGAIN)
         only, transposed = linear_weights(place) if known and packed else (None, set())
         with appearing(folder) as partial:
             done = forms.convert(
@@ -310,7 +313,7 @@ def _load_into(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> nn.
     """Copy weights into a module, after all of them were found undamaged and of the right shape."""
     bare = getattr(model, "_orig_mod", model)
     if not (files := weight_files(folder)):
-        raise ModelError(f"{folder} holds no .safetensors files. Name a folder that a model was saved in.")
+        raise no_weights(folder)
     manifest = read_json(folder / MANIFEST, dict, ModelError, AGAIN) if (folder / MANIFEST).exists() else {}
     aliases = manifest.get("aliases", {})
     with WeightFiles(files, foreign=not manifest) as found:
