@@ -26,10 +26,10 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise SecateurError(f"{path} is not TOML: {error}.") from error
 
 
-def from_mapping(kind: type[Kind], found: Mapping[str, Any], source: str) -> Kind:
-    """An instance with these values, or an error that names the key and the closest known one."""
+def checked(kind: type, found: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """These values in the types of the dataclass, or an error that names the key and the closest known one."""
     hints = get_type_hints(kind)
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    known = [field.name for field in fields(kind)]
     values = {}
     for key, given in found.items():
         if key not in known:
@@ -38,7 +38,12 @@ def from_mapping(kind: type[Kind], found: Mapping[str, Any], source: str) -> Kin
         if not _fits(value, hints[key]):
             raise SecateurError(f"{source}: {key} = {value!r} must be {_words(hints[key])}.")
         values[key] = float(value) if hints[key] is float else value
-    return kind(**values)
+    return values
+
+
+def from_mapping(kind: type[Kind], found: Mapping[str, Any], source: str) -> Kind:
+    """An instance with these values, which are checked."""
+    return kind(**checked(kind, found, source))
 
 
 def parse(assignments: Iterable[str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from secateur.pruner import Pruner
 from secateur.schedules import RAMPS, Schedule, check_sparsity, constant
 from secateur.scores import resolve
 from secateur.selection import SCOPES
-from secateur.settings import from_mapping, read_toml
+from secateur.settings import checked, from_mapping, read_toml
 
 SCHEDULES = (*RAMPS, "constant")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -345,6 +345,7 @@ def read_experiment(path: Path | None, changes: Mapping[str, Any]) -> Experiment
     """
     found = {} if path is None else read_toml(path)
     named = "the command line" if path is None or changes.keys() - found.keys() else str(path)
+    found, changes = checked(Experiment, found, named), checked(Experiment, changes, named)
     whole = merge(found, changes)
     unread = without_idle(merge(found)).keys() - without_idle(whole).keys() - changes.keys()
     return from_mapping(Experiment, {name: value for name, value in whole.items() if name not in unread}, named)

@@ -34,7 +34,7 @@ from secateur.lab.runs import (
 )
 from secateur.lab.trainer import Execution, Trainer, dry_run
 from secateur.lab.workers import Job, Outcomes, Workers, in_turn, on_ray
-from secateur.settings import from_mapping, read_toml
+from secateur.settings import checked, from_mapping, read_toml
 
 TABLES = ("base", "axes")
 DENSE = "dense"
@@ -82,7 +82,7 @@ def _cell(path: Path, layers: Sequence[Mapping[str, Any]], chosen: dict[str, Any
     if chosen.get(SCORE) == DENSE:
         chosen[SCORE] = None
         sources = [{name: value for name, value in source.items() if name != "preset"} for source in sources]
-    settings = without_idle(merge(*sources))
+    settings = without_idle(merge(*(checked(Experiment, source, str(path)) for source in sources)))
     parts = [f"{name}={shown(value)}" for name, value in named.items() if name in settings]
     name = "-".join(parts).replace("/", "_").replace(" ", "")
     return Cell(name, from_mapping(Experiment, settings, str(path))), settings
