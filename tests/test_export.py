@@ -73,6 +73,17 @@ def test_inspecting_what_was_exported(dense: Path, tmp_path: Path, capsys: pytes
         assert capsys.readouterr().out.partition(BUYS)[0] == expected
 
 
+def test_a_folder_of_source_code_is_not_overwritten(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("package.json", "models.py"):
+        (tmp_path / name).write_text("{}")
+    for kind in ("packed", "24"):
+        assert export(dense, "--format", kind, "--overwrite", "--out", tmp_path) == 2
+        assert "holds something other than a model and is not overwritten" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["models.py", "package.json"]
+
+
 def test_int8_and_compression(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("zstandard")
     assert export(dense, "--values", "int8", "--out", tmp_path / "a") == 0

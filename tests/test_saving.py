@@ -747,6 +747,7 @@ def test_a_folder_is_pushed_to_the_hub(tmp_path: Path) -> None:
     sc.save(sparsify(tiny.llama()), tmp_path / "a")
     with fake_hub() as (address, seen):
         alone = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+        alone["HF_HUB_OFFLINE"] = "0"  # this hub can be asked
         done = run(PUSH, str(tmp_path / "a"), **alone)
         assert done.returncode == 0, done.stderr
         where, refused = done.stdout.splitlines()

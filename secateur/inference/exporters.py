@@ -24,7 +24,7 @@ from torch.sparse._semi_structured_conversions import sparse_semi_structured_fro
 from secateur.errors import ModelError, library
 from secateur.files import appearing
 from secateur.inference.packed import linear_layers, unpack
-from secateur.inference.saving import check_free
+from secateur.inference.saving import EXPORTED, check_free
 
 # What is imported for each kind; its extra of this package has the same name.
 LIBRARIES = {"24": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino",)}
@@ -67,7 +67,7 @@ def check_export(kind: str, folder: str | os.PathLike[str], *, overwrite: bool =
     if kind not in KINDS:
         raise ModelError(f"No format {kind!r}. Use one of {', '.join(map(repr, KINDS))}.")
     _libraries(kind)
-    check_free(Path(folder).absolute(), overwrite, signs=("*.json", "*model*"))
+    check_free(Path(folder).absolute(), overwrite, signs=EXPORTED)
 
 
 def _libraries(kind: str) -> list[Any]:

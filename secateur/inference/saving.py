@@ -44,6 +44,7 @@ from secateur.report import Outcome, Report
 
 PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 MANIFEST = "secateur.json"  # of modules that transformers does not know
+EXPORTED = ((forms.CONFIG, MANIFEST), "*model*")  # marks of a folder that an export may overwrite
 COMPRESSIONS = (None, "zstd")
 VALUES = (None, "int8")
 
@@ -229,7 +230,7 @@ def export(
     folder = Path(folder).absolute()
     with forms.expanded(source) as place:
         known = (place / forms.CONFIG).is_file()
-        check_free(folder, overwrite, signs=("*.json", "*model*"))
+        check_free(folder, overwrite, signs=EXPORTED)
         if known:
             read_json(place / forms.CONFIG, dict, ModelError, AGAIN)
         only, transposed = linear_weights(place) if known and packed else (None, set())
@@ -409,10 +410,10 @@ def check_free(
     folder: str | os.PathLike[str],
     overwrite: bool,
     what: str = "model",
-    signs: Sequence[str] = (forms.CONFIG, "*model*"),
+    signs: Sequence[str | tuple[str, ...]] = (forms.CONFIG, "*model*"),
 ) -> None:
     """Refuse to write to a file, to a folder that is not empty (unless `overwrite`), and to overwrite a folder without
-    the files that mark a `what`."""
+    the files that mark a `what`: one for each of `signs`, a pattern or several of which one is enough."""
     folder, error = Path(folder), ModelError if what == "model" else DataError
     if not folder.exists():
         return
@@ -422,5 +423,6 @@ def check_free(
         return
     if not overwrite:
         raise error(f"{folder} is not empty. Name another folder, or pass overwrite=True (--overwrite).")
-    if not all(any(path.is_file() for path in folder.glob(sign)) for sign in signs):  # such as a home folder
+    wanted = [(sign,) if isinstance(sign, str) else sign for sign in signs]
+    if not all(any(path.is_file() for one in sign for path in folder.glob(one)) for sign in wanted):  # a home folder
         raise error(f"{folder} holds something other than a {what} and is not overwritten. Name another folder.")
