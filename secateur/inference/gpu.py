@@ -92,8 +92,9 @@ def decode(x: Tensor, streams: Streams, scale: Tensor | None, bias: Tensor | Non
 
 
 # One buffer for each device, CUDA stream and dtype, as large as the largest weight so far. Layers run one after another
-# in a CUDA stream, so each finds it free.
+# in a CUDA stream, so each finds it free. Buffers that became too small are kept: a captured CUDA graph may use them.
 _SCRATCH: dict[tuple[torch.device, int, torch.dtype], Tensor] = {}
+_OUTGROWN: list[Tensor] = []
 
 
 def scratch(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
@@ -101,6 +102,7 @@ def scratch(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -
     queue = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     found = _SCRATCH.get((device, queue, dtype))
     if found is None or found.numel() < rows * columns:
+        _OUTGROWN.extend([] if found is None else [found])
         found = _SCRATCH[device, queue, dtype] = torch.empty(rows * columns, dtype=dtype, device=device)
     return found[: rows * columns].view(rows, columns)
 
