@@ -132,12 +132,13 @@ def test_no_call_waits_for_the_device() -> None:
     _, model = packed_network()
     x, many = torch.randn(1, 512, device=GPU).bfloat16(), torch.randn(64, 512, device=GPU).bfloat16()
     with torch.no_grad():
-        model(x), model(many)
+        expected = model(x), model(many)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            model(x), model(many)
+            found = model(x), model(many)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_layers_move_between_devices_and_save_no_streams() -> None:
