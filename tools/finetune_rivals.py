@@ -1,9 +1,12 @@
 """Compare ways to prune a trained network while it is fine-tuned, at equal tokens: ours, ADMM, AST, SquareHead, SEFT.
 
     python -m tools.finetune_rivals [--seeds 0 1 2] [--only NAME ...] [--minutes 60]
+    python -m tools.finetune_rivals --stories data-cache/stories15m/llama2.data ...
 
 A GPT of 4 layers and width 128 is trained on the source of Python's library, then pruned and fine-tuned on it with
-distillation. A record is written after every run, and the next call continues where the last one stopped.
+distillation. With --stories the network is stories15M (tools/stories.py says where it comes from), fine-tuned and
+judged on stories that it wrote itself. A record is written after every run, and the next call continues where the last
+one stopped.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,20 +29,46 @@ from torch.nn import functional
 
 from secateur.integrations.distillation import Mixture, hidden_loss, position_loss
 from secateur.lab import record
-from secateur.lab.data import Tokens, load
+from secateur.lab.data import load
 from secateur.lab.models import language_model, seeded
 from secateur.lab.statistics import difference, percent, scatter, verdict
 from secateur.report import text_table
+from tools import stories
 from tools.cells import Cells
 from tools.finetune_ways import Settings, Way, build, rate, sparsity_of
 
 THEME = "finetune-rivals"
-MODEL, CONTEXT, EVALUATION, CALIBRATION = "gpt-4x128x4", 64, 512, 64
-BATCH, DENSE_BATCH = 8, 20
+STORIES = f"{THEME}-stories15m"
+MODEL, EVALUATION, CALIBRATION = "gpt-4x128x4", 512, 64
+STEP_TOKENS, DENSE_BATCH = 512, 20  # tokens of a fine-tuning step; windows of a step of the training before it
+WRITTEN = 4096  # stories to fine-tune on
 DENSE = Settings(how="dense", steps=1500, lr=3e-3, alpha=0.0)
 BASELINE = "gradual variance"
 CACHE = record.ROOT / "data-cache"
 Run = dict[str, Any]
+
+
+class Windows(Protocol):
+    """Windows of tokens, one longer than the context: for every step, and held out."""
+
+    def batch(self, step: int, size: int, context: int, seed: int, /) -> Tensor: ...
+
+    def evaluation(self, context: int, count: int, /) -> Tensor: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A dense network to prune, and the windows it is fine-tuned and judged on."""
+
+    model: nn.Module
+    data: Windows
+    context: int
+    begun: int  # steps of the training before, whose windows are not read again
+    about: dict[str, Any]
+
+    @property
+    def batch(self) -> int:
+        return STEP_TOKENS // self.context
 
 
 def ways() -> dict[str, Settings]:
@@ -94,32 +123,85 @@ def ways() -> dict[str, Settings]:
         "ADMM 1e-1, rising": changed(admm, strength=1e-1, rising=True),
         "AST decoupled 10": changed(ast, how="ast-decoupled", score="variance", strength=10.0, hard=0.6, end=0.6),
         "gradual movement": changed(base, score="movement"),
+        "gradual bitter3": changed(base, score="bitter3"),
     }
     for rate_ in (5e-4, 2e-3, 4e-3):
         found[f"{BASELINE}, lr {rate_:g}"] = changed(base, lr=rate_)
+        found[f"gradual magnitude by layer, lr {rate_:g}"] = changed(found["gradual magnitude by layer"], lr=rate_)
     return found
 
 
-def trained(data: Tokens) -> nn.Module:
-    """The dense network, trained once and kept in the cache; seeds are those of the fine-tuning alone."""
-    path = CACHE / f"{THEME}-{MODEL}-{DENSE.steps}-{data.fingerprint()[:8]}-0.pt"
-    model = seeded(0, lambda: language_model(MODEL, data.vocabulary, CONTEXT))
+def kept(path: Path, make: Callable[[], Any]) -> Any:
+    """What `make` returns, made once and kept in a file."""
     if not path.exists():
-        train(model, None, DENSE, data, 0)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
-        torch.save(model.state_dict(), part)
+        torch.save(make(), part)
         part.replace(path)
-    model.load_state_dict(torch.load(path, weights_only=True))
-    return model
+    return torch.load(path, weights_only=True)
+
+
+def trained() -> Network:
+    """The GPT, trained once and kept in the cache; seeds are those of the fine-tuning alone."""
+    data, context = load("python"), 64
+    model = seeded(0, lambda: language_model(MODEL, data.vocabulary, context))
+    about = {"model": MODEL, "data": "python", "dense": [DENSE.steps, DENSE_BATCH, context], "tuned": [8, context]}
+    network = Network(model, data, context, DENSE.steps, about)
+
+    def weights() -> dict[str, Tensor]:
+        train(model, None, DENSE, network, 0)
+        return model.state_dict()
+
+    model.load_state_dict(kept(CACHE / f"{THEME}-{MODEL}-{DENSE.steps}-{data.fingerprint()[:8]}-0.pt", weights))
+    return network
+
+
+class Logits(nn.Module):
+    """A model of transformers that returns its logits alone."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.model.layers
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+class Stories:
+    """Beginnings of stories; the last ones are held out."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._train, self._held_out = tokens[:-EVALUATION], tokens[-EVALUATION:]
+
+    def batch(self, step: int, size: int, context: int, seed: int, /) -> Tensor:
+        order = torch.randperm(len(self._train), generator=torch.Generator().manual_seed(seed))
+        return self._train[order[(step * size + torch.arange(size)) % len(order)], : context + 1]
+
+    def evaluation(self, context: int, count: int, /) -> Tensor:
+        return self._held_out[:count, : context + 1]
+
+
+def story_writer(checkpoint: Path) -> Network:
+    """stories15M with the tokens it uses, and what it wrote, kept in the cache."""
+    whole, _ = stories.read(checkpoint)
+    context = 128
+    path = CACHE / f"{STORIES}-{WRITTEN + EVALUATION}x{context + 1}-0.pt"
+    written = kept(path, lambda: stories.written(whole, WRITTEN + EVALUATION, context + 1, seed=0))
+    model, [tokens] = stories.restricted(whole, [written])
+    about = {"model": "stories15M", "vocabulary": model.config.vocab_size, "data": "stories it wrote itself"}
+    network = Network(Logits(model), Stories(tokens), context, 1, about | {"written": WRITTEN})
+    return dataclasses.replace(network, about=network.about | {"tuned": [network.batch, context]})
 
 
 @contextmanager
-def hidden_states(model: nn.Module) -> Iterator[list[Tensor]]:
+def hidden_states(model: Any) -> Iterator[list[Tensor]]:
     """Collects what each layer returns, after an entry for the embedding."""
     seen: list[Tensor] = []
-    layers = model.get_submodule("layers").children()
-    handles = [layer.register_forward_hook(lambda _module, _given, out: seen.append(out)) for layer in layers]
+    handles = [layer.register_forward_hook(lambda _module, _given, out: seen.append(out)) for layer in model.layers]
     try:
         yield seen
     finally:
@@ -145,17 +227,18 @@ def loss_of(model: nn.Module, teacher: nn.Module | None, tokens: Tensor, setting
     return loss
 
 
-def train(model: nn.Module, teacher: nn.Module | None, settings: Settings, data: Tokens, seed: int) -> Way:
+def train(model: nn.Module, teacher: nn.Module | None, settings: Settings, network: Network, seed: int) -> Way:
     """Take all steps. Fine-tuning reads other windows than the training before it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    offset, batch = (0, DENSE_BATCH) if teacher is None else (DENSE.steps, BATCH)
-    calibration = data.batch(offset - 1, CALIBRATION, CONTEXT, seed)[:, :-1] if offset else torch.empty(0)
+    data, context = network.data, network.context
+    offset, batch = (0, DENSE_BATCH) if teacher is None else (network.begun, network.batch)
+    calibration = data.batch(offset - 1, CALIBRATION, context, seed)[:, :-1] if offset else torch.empty(0)
     way = Way(settings, model, optimizer) if teacher is None else build(settings, model, optimizer, calibration)
     model.train()
     for step in range(settings.steps):
         optimizer.param_groups[0]["lr"] = rate(step, settings)
         way.before_forward(step)
-        loss_of(model, teacher, data.batch(offset + step, batch, CONTEXT, seed), settings).backward()
+        loss_of(model, teacher, data.batch(offset + step, batch, context, seed), settings).backward()
         way.on_gradients(step)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -165,25 +248,25 @@ def train(model: nn.Module, teacher: nn.Module | None, settings: Settings, data:
 
 
 @torch.no_grad()
-def perplexity(model: nn.Module, data: Tokens) -> float:
+def perplexity(model: nn.Module, network: Network) -> float:
     """Of evenly spread held-out windows."""
     model.eval()
-    windows = data.evaluation(CONTEXT, EVALUATION)
+    windows = network.data.evaluation(network.context, EVALUATION)
     losses = [functional.cross_entropy(model(w[:, :-1]).flatten(0, 1), w[:, 1:].flatten()) for w in windows.split(64)]
     return math.exp(float(torch.stack(losses).mean()))
 
 
-def measure(name: str, settings: Settings, dense: nn.Module, before: float, data: Tokens, seed: int) -> Run:
+def measure(name: str, settings: Settings, network: Network, before: float, seed: int) -> Run:
     """One run, which begins with the dense network of this perplexity."""
-    began, model = time.process_time(), copy.deepcopy(dense)
+    began, model = time.process_time(), copy.deepcopy(network.model)
     torch.manual_seed(seed)
-    way = train(model, dense, settings, data, seed)
+    way = train(model, network.model, settings, network, seed)
     return {
         "name": name,
         "seed": seed,
         "settings": dataclasses.asdict(settings),
         "dense": before,
-        "perplexity": perplexity(model, data),
+        "perplexity": perplexity(model, network),
         "sparsity": sparsity_of(way.weights.values()),
         "cpu_seconds": round(time.process_time() - began, 1),
     }
@@ -237,17 +320,16 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names of ways (all)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
+    parser.add_argument("--stories", type=Path, metavar="FILE", help="stories15M instead of the GPT: its checkpoint")
     parser.add_argument("--out", type=Path, help="folder of the record (benchmarks/results)")
     options = parser.parse_args()
     if odd := [name for name in options.only if name not in ways()]:
         parser.error(f"no way is named {odd[0]!r}; there are {', '.join(ways())}")
     options.invocation = f"python -m tools.finetune_rivals {shlex.join(sys.argv[1:])}".strip()
     torch.set_num_threads(1)
-    data = load("python")
-    dense = trained(data)
-    before = perplexity(dense, data)
-    about = {"model": MODEL, "data": "python", "dense": [DENSE.steps, DENSE_BATCH, CONTEXT], "tuned": [BATCH, CONTEXT]}
-    cells = Cells(THEME, key, options.out)
+    network = story_writer(options.stories) if options.stories else trained()
+    before = perplexity(network.model, network)
+    cells = Cells(STORIES if options.stories else THEME, key, options.out)
     end = time.monotonic() + 60 * options.minutes
     wanted = [(name, seed) for seed in options.seeds for name in options.only or ways()]
     for name, seed in wanted:
@@ -256,8 +338,8 @@ def main() -> int:
             continue
         if time.monotonic() > end:
             break
-        found = measure(name, settings, dense, before, data, seed)
-        cells.add(found, about, options, torch.device("cpu"))
+        found = measure(name, settings, network, before, seed)
+        cells.add(found, network.about, options, torch.device("cpu"))
         print(f"{name}, seed {seed}: {found['perplexity']:.3f} (dense {found['dense']:.3f})", flush=True)
     print(text_table(*rows(cells.found)))
     print(noise(cells.found))
