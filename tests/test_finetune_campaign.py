@@ -135,11 +135,25 @@ def test_every_way_ends_at_the_sparsity_asked_for(settings: Settings) -> None:
     draw = torch.Generator().manual_seed(0)
     data = Tokens(torch.randint(0, 32, (5000,), generator=draw), torch.zeros(500, dtype=torch.long), 32, "made up")
     torch.manual_seed(0)
-    dense = language_model("gpt-2x16x2", 32, rivals.CONTEXT)
-    cell = rivals.measure("made up", replace(settings, **SHORT_RUN), dense, 30.0, data, 0)  # type: ignore[arg-type]
+    dense = language_model("gpt-2x16x2", 32, 64)
+    network = rivals.Network(dense, data, context=64, begun=1, about={})
+    cell = rivals.measure("made up", replace(settings, **SHORT_RUN), network, 30.0, 0)  # type: ignore[arg-type]
     assert cell["sparsity"] == pytest.approx(settings.sparsity, abs=2e-3)
     assert math.isfinite(cell["perplexity"])
     assert sparsity_of(weight for weight in dense.parameters() if weight.ndim == 2) == 0
+
+
+def test_stories_are_held_out_and_their_order_depends_on_the_seed_alone() -> None:
+    tokens = torch.arange(rivals.EVALUATION + 24).view(-1, 1).expand(-1, 9)
+    data = rivals.Stories(tokens)
+    held_out = set(data.evaluation(8, rivals.EVALUATION).flatten().tolist())
+    read = [data.batch(step, 4, 8, 1) for step in range(6)]
+    assert all(batch.shape == (4, 9) for batch in read)
+    seen = set(torch.cat(read).flatten().tolist())
+    assert seen == set(range(24))
+    assert not seen & held_out
+    assert torch.equal(data.batch(6, 4, 8, 1), read[0])
+    assert not torch.equal(data.batch(0, 4, 8, 2), read[0])
 
 
 def test_rivals_are_compared_in_pairs() -> None:
