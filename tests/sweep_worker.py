@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from secateur.errors import SecateurError
-from secateur.lab.workers import Job, Outcomes, Workers
+from secateur.lab.sweep import Job, Outcomes, Workers
 
 DONE = {"steps": 3, "asked_steps": 3, "quality_name": "perplexity", "quality": 2.0, "sparsity": 0.5, "seconds": 1.0}
 

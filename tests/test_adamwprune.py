@@ -14,8 +14,7 @@ from secateur.cli import main
 from secateur.cli.adamwprune import REFUSED, SETTINGS
 from secateur.cli.train import add_options, changes_of
 from secateur.errors import SecateurError
-from secateur.lab.config import Experiment, read_experiment
-from secateur.lab.published import VARIANTS, every_layer
+from secateur.lab.config import VARIANTS, Experiment, every_layer, read_experiment
 from secateur.lab.sweep import cells_of
 from secateur.lab.trainer import Execution, Trainer, dry_run, random_data
 

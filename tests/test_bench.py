@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from secateur import optim
-from secateur.bench import NAMES, forms, measuring, scale, select, step
+from secateur.bench import NAMES, measuring, scale, select, step
 from secateur.cli import bench as cli_bench
 from secateur.cli import main
 from secateur.lab import record
@@ -122,15 +122,15 @@ def test_a_benchmark_writes_a_whole_record(
 def test_no_ratio_without_the_right_masks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = forms.ours
+    right = select.ours
 
-    def one_off(case: forms.Case, packed: bool = False) -> Callable[[], list[torch.Tensor]]:
+    def one_off(case: select.Case, packed: bool = False) -> Callable[[], list[torch.Tensor]]:
         masks = right(case, packed)()
         if not packed:
             masks[0][:2] = ~masks[0][:2]
         return lambda: masks
 
-    monkeypatch.setattr(forms, "ours", one_off)
+    monkeypatch.setattr(select, "ours", one_off)
     size = bench("select", tmp_path)["sizes"][0]
     assert size["agrees"] == {select.OURS: False, select.PACKED: True}
     assert not size["right"]
@@ -142,16 +142,16 @@ def test_no_ratio_without_the_right_masks(
 def test_no_ratio_for_packed_masks_that_swap_two_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = forms.ours
+    right = select.ours
 
-    def swapped(case: forms.Case, packed: bool = False) -> Callable[[], list[torch.Tensor]]:
+    def swapped(case: select.Case, packed: bool = False) -> Callable[[], list[torch.Tensor]]:
         """The count is still exact; only the comparison with the sort can tell."""
         masks = right(case, packed)()
         place = int((masks[0][1:] != masks[0][:-1]).nonzero()[0])
         masks[0][place : place + 2] = masks[0][place : place + 2].flip(0)
         return lambda: masks
 
-    monkeypatch.setattr(forms, "ours", swapped)
+    monkeypatch.setattr(select, "ours", swapped)
     size = bench("scale", tmp_path)["sizes"][0]
     assert size["pruned"] == round(0.5 * size["weights"])
     assert not size["right"]

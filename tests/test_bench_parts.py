@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from secateur.bench import accuracy, forms, measuring, pace, scale, select, step, train
+from secateur.bench import accuracy, measuring, pace, scale, select, step, train
 from secateur.bench import train as cell
 from secateur.scores import resolve
 from tools import tables
@@ -21,18 +21,18 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("score", ["bitter7", "variance", "magnitude"])
 def test_every_form_prunes_what_is_asked(score: str) -> None:
-    case = forms.Case(forms.make([(128, 128)] * 3, CPU), resolve(score), 0.4)
-    for name, form in {**select.FORMS["cpu"], **select.FORMS["gpu"]}.items():
-        assert abs(forms.pruned(form(case), case) - case.count) < 2500, name
-    expected = forms.sorted_masks(case)
-    assert forms.equal(forms.secateur(case), expected, case)
-    assert forms.equal(forms.secateur_packed(case), expected, case)
-    assert forms.pruned(forms.topk(case), case) == forms.pruned(forms.kthvalue(case), case)
+    case = select.Case(select.make([(128, 128)] * 3, CPU), resolve(score), 0.4)
+    for name, form in {**select.RIVALS["cpu"], **select.RIVALS["gpu"]}.items():
+        assert abs(select.pruned(form(case), case) - case.count) < 2500, name
+    expected = select.sorted_masks(case)
+    assert select.equal(select.ours(case)(), expected, case)
+    assert select.equal(select.ours(case, packed=True)(), expected, case)
+    assert select.pruned(select.topk(case), case) == select.pruned(select.kthvalue(case), case)
 
 
 def test_the_gpu_table_shows_floor_and_bar() -> None:
     """Measured on the CPU at a toy size; the code is the same on GPUs."""
-    case = forms.Case(forms.make([(64, 64)] * 2, CPU, torch.bfloat16), resolve("variance"))
+    case = select.Case(select.make([(64, 64)] * 2, CPU, torch.bfloat16), resolve("variance"))
     size = {**select.measure_gpu(case, CPU, speed=1e9, calls=2, rounds=1), "score": "variance"}
     assert size["right"]
     assert size["floor_ms"][select.OURS] == pytest.approx(2 * 64 * 64 * 5 / 1e9 * 1e3, abs=1e-5)
@@ -143,7 +143,7 @@ def test_tables_render_from_records_of_the_right_hardware(tmp_path: Path, monkey
     empty = "".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in names)
     assert tables.filled(empty).count(tables.NOT_YET) == len(names)
     common = {"versions": {"torch": "2", "python": "3"}, "commit": "abc", "date": "2026-01-02", "command": "run"}
-    size = scale.measure(forms.Case(forms.make([(100, 1000)], CPU), resolve("bitter7")), CPU, 1e9, calls=1)
+    size = scale.measure(select.Case(select.make([(100, 1000)], CPU), resolve("bitter7")), CPU, 1e9, calls=1)
 
     def write(theme: str, date: str, hardware: str, **data: Any) -> None:
         record = {**common, "hardware": hardware, "date": date, **data}

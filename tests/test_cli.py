@@ -344,7 +344,7 @@ def test_too_little_room_is_said_before_the_work(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 1_000_000))
-    monkeypatch.setattr("secateur.cli.oneshot._texts", never_loaded)
+    monkeypatch.setattr("secateur.cli.prune._texts", never_loaded)
     said = refused(capsys, run(folder, "prune", "--out", "new/out"))
     assert "out needs about 17 MB, and the disk has 1 MB left." in said
     assert not (folder / "new").exists()
@@ -374,7 +374,7 @@ def test_a_full_disk_costs_a_folder_and_not_the_model(
     temporary = folder / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setattr("secateur.cli.oneshot.check_room", lambda *_: None)  # which would refuse so small a disk before
+    monkeypatch.setattr("secateur.cli.prune.check_room", lambda *_: None)  # which would refuse so small a disk before
     with small_disk(folder / "disk", 16 << 10) as disk:
         assert run(folder, "prune", "--recipe", "wanda", "--out", str(disk / "out")) == 2
         shown = capsys.readouterr()

@@ -20,7 +20,6 @@ from tests import tiny
 from tests.test_finetune import text
 from tools import finetune_campaign as campaign
 from tools import finetune_rivals as rivals
-from tools import finetune_tables as tables
 from tools.finetune_ways import Settings, sparsity_of
 
 FACTORS = {"variance": 1.5, "bitter3": 1.7, "magnitude by layer": 3.0, "movement": 9.0, "one-shot, retrained": 1.6}
@@ -71,12 +70,12 @@ def test_a_way_that_diverges_is_never_the_best() -> None:
 
 
 def test_bars_stand_beside_the_table() -> None:
-    told = tables.bars(run_all())
+    told = campaign.bars(run_all())
     assert told[0] == "80 %, 5 M tokens: at most 2.2x dense: **met**, 1.500x."
     assert "missed" in told[5] or "met" in told[5]
     assert told[-1].endswith("**missed**, 1.33x.")
-    assert all("not measured yet" in line for line in tables.bars([]))
-    header, lines = tables.table(run_all())
+    assert all("not measured yet" in line for line in campaign.bars([]))
+    header, lines = campaign.table(run_all())
     assert all(len(line) == len(header) for line in lines)
     best = [line for line in lines if line[1:4] == ("80%", "5 M", "variance")]
     assert best == [("smollm2", "80%", "5 M", "variance", "0.001", "3", "30.00", "1.500", "45.00", "1.500")]

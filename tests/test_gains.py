@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import secateur as sc
-from secateur.bench import gains
+from secateur.bench import decode
 from secateur.cli import main
 from secateur.cli.inspect import BUYS
 from tests import tiny
@@ -36,12 +36,12 @@ def measured(monkeypatch: pytest.MonkeyPatch, dense: float, packed: float, right
             "right": right,
         }
 
-    monkeypatch.setattr(gains, "measure", measure)
+    monkeypatch.setattr(decode, "measure", measure)
 
 
 def test_layers_alike_are_measured_once_and_counted_all(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, dense=300.0, packed=100.0)
-    found = gains.Gains(
+    found = decode.Gains(
         CPU, only={"a.weight", "b.weight", "c.weight", "turned.weight", "full.weight"}, transposed={"turned.weight"}
     )
     weights = {
@@ -62,7 +62,7 @@ def test_layers_alike_are_measured_once_and_counted_all(monkeypatch: pytest.Monk
 
 
 def test_nothing_is_gained_where_that_is_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = gains.Gains(CPU)
+    found = decode.Gains(CPU)
     list(found.watched([("a.weight", torch.ones(8, 8))]))
     assert found.rows() == []
     assert found.lines() == ["Nothing is gained here. No linear layer has enough zeros to be smaller packed."]
@@ -76,7 +76,7 @@ def test_nothing_is_gained_where_that_is_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_no_ratio_where_outputs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, dense=300.0, packed=100.0, right=False)
-    found = gains.Gains(CPU)
+    found = decode.Gains(CPU)
     found.add(sparse(16, 32))
     said = " ".join([*found.rows()[0], *found.lines()])
     assert "outputs differ" in said

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from secateur.errors import ComparisonError
-from secateur.lab.published import preset_settings
+from secateur.lab.config import preset_settings
 from secateur.lab.runs import OF_PRESET, baselines, check_fair, differing, read_runs
 from tests.run_folders import LOSSES, command, compared, entries, make_run, make_sweep
 

@@ -22,8 +22,7 @@ from secateur.cli import main
 from secateur.errors import SecateurError
 from secateur.lab.config import read_experiment
 from secateur.lab.runs import differing
-from secateur.lab.sweep import cells_of
-from secateur.lab.workers import Outcomes, Workers
+from secateur.lab.sweep import Outcomes, Workers, cells_of
 from tests import sweep_worker
 from tests.damage import damage, damages, refused
 

@@ -19,8 +19,8 @@ import torch
 
 import secateur as sc
 from secateur.cli import VERBS, build_parser, main, scores
-from secateur.cli.oneshot import Verdict
 from secateur.cli.options import pick_device, training_on_cpu
+from secateur.cli.prune import Verdict
 from secateur.model.inspect import Inspected, inspect_tensor, inspect_tensors, patterns
 from secateur.report import collapse
 from tests.damage import refused

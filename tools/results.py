@@ -2,7 +2,7 @@
 
     python -m tools.results
 
-draws docs/figures anew; `python -m tools.tables` writes the tables.
+draws docs/figures anew, those of other records too; `python -m tools.tables` writes the tables.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from secateur.lab.plots import cost_by_sparsity, differences
 from secateur.lab.record import ROOT, results_folder
 from secateur.lab.runs import Measure, kept_choices, read_kept
 from secateur.lab.statistics import percent
+from tools import finetune_campaign
+from tools.cells import Cells
 
 PREFIX = "campaign-"
 RIVAL = "score=magnitude"  # the score to beat: of several rows, each has the one that agrees with it in all else
@@ -151,6 +153,8 @@ def main() -> None:
     for path in sorted(results_folder().glob("patterns_*.json"))[-1:]:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         write(FIGURES / "patterns.svg", patterns.picture(cells) + "\n")
+    if cells := Cells(finetune_campaign.THEME, finetune_campaign.key).found:
+        write(FIGURES / f"{finetune_campaign.THEME}.svg", finetune_campaign.drawn(cells) + "\n")
     write(FIGURES / "headline.svg", headline(comparison(records()[f"{PREFIX}gpt-small-scores"])) + "\n")
 
 

@@ -23,7 +23,7 @@ from secateur.files import write
 from secateur.lab.record import ROOT, results_folder
 from secateur.report import markdown_table
 from secateur.scores import resolve
-from tools import claims, finetune_campaign, finetune_rivals, finetune_tables, procedure_tables, results
+from tools import claims, finetune_campaign, finetune_rivals, procedure_tables, results
 
 NOT_YET = "not measured yet"
 CPU, GPU = "cpu", "gpu"
@@ -196,12 +196,10 @@ def stream_part() -> str:
 
 def campaign_tables(record: Record) -> list[str]:
     """The fine-tuning campaign: its table, its figure if there is one, and what was asked beside what was found."""
-    cells = record["cells"]
-    picture = (
-        f"![fine-tuning campaign](figures/{finetune_tables.FIGURE.name})" if finetune_tables.FIGURE.exists() else ""
-    )
-    bars = "\n".join(f"- {line}" for line in finetune_tables.bars(cells))
-    return [one for one in (markdown_table(*finetune_tables.table(cells)), picture, bars) if one]
+    cells, name = record["cells"], f"{finetune_campaign.THEME}.svg"
+    picture = f"![fine-tuning campaign](figures/{name})" if (results.FIGURES / name).exists() else ""
+    bars = "\n".join(f"- {line}" for line in finetune_campaign.bars(cells))
+    return [one for one in (markdown_table(*finetune_campaign.table(cells)), picture, bars) if one]
 
 
 def rivals_tables(record: Record) -> list[str]:

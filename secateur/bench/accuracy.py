@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.bench.forms import Case, check_score, make
+from secateur.bench.select import Case, check_score, make
 from secateur.errors import SecateurError
 from secateur.lab import record
 from secateur.report import text_table

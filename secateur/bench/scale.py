@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.bench import forms
-from secateur.bench.forms import ADAMWPRUNE, Case
+from secateur.bench import select
 from secateur.bench.measuring import against, bandwidth, floor_ms, kind, ratio, samples, scratch_mib
+from secateur.bench.select import ADAMWPRUNE, Case
 from secateur.errors import SecateurError
 from secateur.lab import record
 from secateur.report import text_table
@@ -42,14 +42,14 @@ def run(options: argparse.Namespace) -> int:
     limit = options.up_to or UP_TO[kind(device)]
     if limit < SIZES[0]:
         raise SecateurError(f"--up-to {limit} leaves nothing: the smallest size is {SIZES[0]:,} weights.")
-    scores = [forms.check_score(name) for name in options.scores]
+    scores = [select.check_score(name) for name in options.scores]
     speed = bandwidth(device)
     data: dict[str, Any] = {
         "seed": options.seed, "sparsity": options.sparsity, "dtype": "bfloat16", "scores": options.scores,
         "bandwidth": speed, "sizes": [],
     }  # fmt: skip
     for size in [size for size in SIZES if size <= limit]:
-        layers = forms.make(list(shapes_of(size)), device, torch.bfloat16, options.seed)
+        layers = select.make(list(shapes_of(size)), device, torch.bfloat16, options.seed)
         for score in scores:
             data["sizes"].append(measure(Case(layers, score, options.sparsity), device, speed, options.calls))
         del layers
@@ -71,12 +71,12 @@ def shapes_of(weights: int) -> Iterator[tuple[int, int]]:
 
 def measure(case: Case, device: torch.device, speed: float, calls: int) -> dict[str, Any]:
     """Times, memory and correctness at one size."""
-    update = forms.ours(case, packed=True)
+    update = select.ours(case, packed=True)
     taken = samples(update, device, calls)
     scratch = scratch_mib(update, device)
     masks = update()
     moved = sum(w.nbytes + v.nbytes for w, v in case.layers) + case.weights / 8
-    counted = forms.pruned(masks, case)
+    counted = select.pruned(masks, case)
     how, expected = right_masks(case, device)
     return {
         "score": str(case.score),
@@ -88,7 +88,7 @@ def measure(case: Case, device: torch.device, speed: float, calls: int) -> dict[
         "scratch_mib": scratch,
         "pruned": counted,
         "checked_by": how,
-        "right": counted == case.count and forms.equal(masks, expected, case),
+        "right": counted == case.count and select.equal(masks, expected, case),
     }
 
 
@@ -99,8 +99,8 @@ def right_masks(case: Case, device: torch.device) -> tuple[str, Sequence[Tensor]
         torch.cuda.empty_cache()  # blocks cached from a smaller size would count as used
         free = torch.cuda.mem_get_info(device)[0]
     if case.weights <= SORTED_UP_TO and (free is None or free > SORT_BYTES * case.weights):
-        return "stable sort", forms.sorted_masks(case)
-    return "selection in plain torch", prune_exactly(forms.scored_tensors(case), case.count)[1]
+        return "stable sort", select.sorted_masks(case)
+    return "selection in plain torch", prune_exactly(select.scored_tensors(case), case.count)[1]
 
 
 def table(sizes: Sequence[dict[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from secateur.cli.oneshot import Verdict
 from secateur.cli.options import (
     MODELS,
     TEXTS,
@@ -28,7 +27,7 @@ from secateur.cli.options import (
     positive,
     training_on_cpu,
 )
-from secateur.cli.prune import RECOMMENDED, read_recipe
+from secateur.cli.prune import RECOMMENDED, Verdict, read_recipe
 from secateur.cli.train import TRACKERS
 from secateur.errors import SecateurError, library
 from secateur.files import check_folder, claimed

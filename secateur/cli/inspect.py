@@ -21,7 +21,7 @@ from secateur.files import check_file, megabytes, write
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from secateur.bench.gains import Gains
+    from secateur.bench.decode import Gains
     from secateur.model.inspect import Inspected
 
 Linear = tuple["set[str] | None", "set[str]"]  # weights of linear layers (None: any may be), and which are transposed
@@ -43,8 +43,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         check_file(options.out)
     import_torch()
-    from secateur.bench.gains import HEADER as BOUGHT
-    from secateur.bench.gains import Gains
+    from secateur.bench.decode import Gains
     from secateur.model.inspect import inspect_tensors
     from secateur.model.mask_files import load_masks
     from secateur.report import collapse, text_table
@@ -66,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     print("\n".join(lines))
     print(f"\n{BUYS}\n")
     if rows := gains.rows():
-        print(text_table(BOUGHT, rows), end="\n\n")
+        print(text_table(gains.HEADER, rows), end="\n\n")
     print("\n".join(gains.lines()))
     if options.out:
         write(options.out, page(options.model, found, lines, gains))
@@ -144,7 +143,6 @@ def summary(found: list[Inspected], left_out: int, masked: bool) -> list[str]:
 
 def page(model: str, found: list[Inspected], lines: list[str], gains: Gains) -> str:
     """The page of --out."""
-    from secateur.bench.gains import HEADER as BOUGHT
     from secateur.report import heat_map, html_page, html_table
 
     share = sum(one.zeros for one in found) / sum(one.numel for one in found)
@@ -153,6 +151,6 @@ def page(model: str, found: list[Inspected], lines: list[str], gains: Gains) -> 
     table = html_table(HEADER, [_row(one) for one in found])
     bought = "".join(f"<p>{html.escape(line)}</p>" for line in gains.lines())
     rows = gains.rows()
-    bought += html_table(BOUGHT, rows) if rows else ""
+    bought += html_table(gains.HEADER, rows) if rows else ""
     body = f"{said}<h2>{BUYS}</h2>{bought}<h2>Sparsity by layer</h2>{heat}<h2>Every tensor</h2>{table}"
     return html_page(f"{model}: {share:.1%} of the weights are zero", body)

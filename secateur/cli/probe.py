@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from secateur.cli.oneshot import Gauge, add_shared, device_for, run_job
 from secateur.cli.options import import_torch
+from secateur.cli.prune import Gauge, add_shared, device_for, run_job
 from secateur.errors import SecateurError
 
 if TYPE_CHECKING:

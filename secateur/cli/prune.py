@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from dataclasses import asdict, dataclass
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from secateur.cli.oneshot import Gauge, add_shared, device_for, run_job
-from secateur.cli.options import import_torch
-from secateur.errors import SecateurError, nearest
+from secateur.cli.options import MODELS, TEXTS, add_device, add_out, add_sparsity, import_torch, pick_device, positive
+from secateur.errors import SaveError, SecateurError, TextError, nearest
+from secateur.files import check_folder, check_room, claimed
+from secateur.schedules import check_sparsity
 from secateur.settings import from_mapping, read_toml
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from secateur.report import Outcome
 
 SUMMARY = "prune a trained model, evaluate it on other text, save it"
 EXAMPLE = "secateur prune smollm2 --sparsity 0.5 --out smollm2-50"
+# Default context, calibration windows, evaluation windows and batch: what takes minutes on such a device.
+CPU, GPU = (256, 16, 16, 1), (1024, 128, 256, 8)
+HARNESS = "lm-eval:"
+COLLAPSED = 2.0  # how many times the dense perplexity is called a collapse
 
 
 @dataclass(frozen=True)
@@ -84,3 +97,275 @@ def run(options: argparse.Namespace) -> int:
         return prune(model, batches, sparsity=sparsity, **where, **recipe)
 
     return run_job(options, work)
+
+
+# What `secateur probe` shares: load, calibrate, prune, evaluate on other text, report, save.
+
+
+def add_shared(parser: argparse.ArgumentParser) -> None:
+    """The options of `secateur prune` and `secateur probe`."""
+    parser.add_argument("model", help=MODELS)
+    add_sparsity(parser, "0.5")
+    parser.add_argument("--data", default="builtin", help=f"text to calibrate on: {TEXTS} (builtin)")
+    parser.add_argument("--eval-data", help="text to evaluate on (what follows the calibration text in --data)")
+    parser.add_argument("--context", type=positive, help="tokens in a window")
+    parser.add_argument("--calibration", type=positive, metavar="N", help="windows to calibrate on")
+    parser.add_argument("--evaluation", type=positive, metavar="N", help="windows to evaluate on")
+    parser.add_argument("--batch", type=positive, help="windows at a time (8 on a GPU, 1 on a CPU)")
+    parser.add_argument("--memory", help="limit of GPU memory, such as 24GB (all that is free)")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="GLOB", help="parameters or modules to leave dense")
+    parser.add_argument("--only", nargs="+", metavar="GLOB", help="prune only these")
+    add_device(parser)
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="for models larger than the GPU: keep the model in host memory and move one block at a time to the GPU",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (as stored)")
+    parser.add_argument("--eval", metavar="lm-eval:TASKS", help="also run tasks of lm-eval, before and after")
+    add_out(parser, "folder for the pruned model, its masks and report (pruned-MODEL)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
+
+
+def device_for(options: argparse.Namespace) -> str:
+    """The device by name. With --stream it has an index, which tells it from the device the model stays on."""
+    device = pick_device(options.device)
+    return f"{device.type}:{device.index or 0}" if options.stream else str(device)
+
+
+def run_job(options: argparse.Namespace, work: Work, decides: bool = False) -> int:
+    """Check and claim the folder, then do the work: nothing long is done for a folder that cannot be written.
+
+    The work gets the model, calibration batches and a `Gauge`. If it `decides` by the gauge, that one measures windows
+    of their own, so that the verdict is given on text that decided nothing.
+    """
+    import_torch()
+    from secateur.integrations.folder import check_free
+    from secateur.integrations.text import check_source
+
+    folder = options.out or Path(f"pruned-{Path(options.model).name}")
+    with claimed(folder):
+        check_free(folder, options.overwrite)
+        if folder.exists() and folder.resolve() == Path(options.model).resolve():
+            raise SecateurError(f"--out {folder} would replace the model that is pruned. Name another folder.")
+        check_folder(folder)
+        if options.sparsity is not None:
+            check_sparsity(options.sparsity)
+        if options.eval and not options.eval.startswith(HARNESS):
+            raise SecateurError(f"--eval {options.eval} is not known. Write {HARNESS}TASK or {HARNESS}TASK,TASK.")
+        if options.memory and (device := pick_device(options.device)).type != "cuda":
+            raise SecateurError(f"--memory limits CUDA devices and has no effect on {device}. Leave it out.")
+        for source in filter(None, (options.data, options.eval_data)):
+            check_source(source)
+        return _run_in(folder, options, work, decides)
+
+
+def _run_in(folder: Path, options: argparse.Namespace, work: Work, decides: bool) -> int:
+    import torch
+
+    from secateur.integrations.evaluation import check_context, task_for
+    from secateur.integrations.folder import load, saved_bytes
+    from secateur.oneshot.batches import check_ids
+    from secateur.progress import Stages
+
+    device = device_for(options)
+    stages = Stages(torch.device(device), show=True)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    with stages.stage("load"):
+        model, tokenizer = load(options.model, dtype=dtype, device=None if options.stream else device, packed=False)
+    task = task_for(model, tokenizer)
+    check_room(folder, saved_bytes(model))
+    calibration, decisions, evaluation = _texts(options, tokenizer, torch.device(device).type, decides)
+    check_context(model, calibration.shape[1])
+    check_ids(model, [calibration])
+    moved = _crossing(model, task.batches(calibration[:1], 1)[0], device) if options.stream else nullcontext
+    judge = Judge(model, tokenizer, task, evaluation, options, stages, moved)
+    before = judge("before")
+    gauge = Gauge(judge, decisions, "the text that decides") if decides else Gauge(judge, evaluation, "held-out text")
+    outcome = work(model, task.batches(calibration, options.batch), gauge)
+    after = judge("after")
+    found = Verdict(task.measure, before[0][1], after[0][1], outcome.sparsity, _vocabulary(model))
+    if decides:
+        found = replace(found, advice="Allow less (--max-drop), or decide on more text (--evaluation).")
+    outcome = replace(
+        outcome, found=(*before, *after, *outcome.found), stages=(*stages.done, *outcome.stages),
+        notes=(*found.warnings, *outcome.notes),
+    )  # fmt: skip
+    _finish(folder, options, model, tokenizer, outcome, found)
+    return 0
+
+
+def _finish(
+    folder: Path, options: argparse.Namespace, model: Any, tokenizer: Any, outcome: Outcome, found: Verdict
+) -> None:
+    """Print the report, save the model with it, and end with the verdict."""
+    from secateur.inference.card import CARD, model_card
+    from secateur.report import render
+
+    title = f"{options.model} pruned to {outcome.sparsity:.1%}"
+    texts = {"report.md": f"# {title}\n\n{found}\n\n{outcome.to_markdown()}\n", "report.json": outcome.to_json() + "\n"}
+    card = model_card(folder.name, model, report=outcome, command=options.invocation)
+    texts |= {"report.html": render(title, outcome), CARD: card}
+    print(outcome)  # before it is saved: should that fail, the figures are not lost
+    _save(model, tokenizer, folder, outcome, texts, options.overwrite)
+    print(f"\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html, README.md")
+    for warning in found.warnings:
+        print(f"secateur: warning: {warning}", file=sys.stderr)
+    print(found)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Evaluates the model on the held-out windows, and on lm-eval's tasks if asked."""
+
+    model: Any
+    tokenizer: Any
+    task: Any
+    evaluation: Tensor
+    options: argparse.Namespace
+    stages: Any
+    moved: Callable[[], AbstractContextManager[None]]  # brings a streamed model to the device
+
+    def __call__(self, when: str) -> list[tuple[str, float]]:
+        """Named figures, the perplexity or loss first."""
+        from secateur.integrations.evaluation import lm_eval
+
+        task, windows = self.task, self.evaluation
+        figure = self.measured(windows, f"{task.measure} {when}")
+        found = [(f"{task.measure} {when}, context {windows.shape[1]}, held-out text{task.how}", figure)]
+        if self.options.eval:
+            with self.moved():
+                tasks = self.options.eval.removeprefix(HARNESS).split(",")
+                answers = lm_eval(self.model, self.tokenizer, tasks)
+            found += [(f"{name} {when}", value) for name, value in answers.items()]
+        return found
+
+    def measured(self, windows: Tensor, stage: str) -> float:
+        """The perplexity or loss of the model as it is, on these windows."""
+        from secateur.integrations.evaluation import reading
+
+        with self.moved(), reading(self.model), self.stages.stage(stage, len(windows)) as tick:
+            return float(self.task.judge(self.model, windows, batch=self.options.batch, progress=lambda *_: tick()))
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """The perplexity or loss of the model on windows that do not calibrate; lower is better."""
+
+    judge: Judge
+    windows: Tensor
+    text: str  # what the windows are, in words
+
+    def __call__(self) -> float:
+        return self.judge.measured(self.windows, str(self))
+
+    def __str__(self) -> str:
+        return f"{self.judge.task.measure} on {self.text}"
+
+
+Work = Callable[[Any, list[Any], Gauge], "Outcome"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What pruning cost, in one line: "Perplexity: dense 27.2 -> 34.7 at 50 %: +27 %"."""
+
+    measure: str  # "perplexity" or "loss"
+    before: float
+    after: float
+    sparsity: float
+    vocabulary: int | None  # number of tokens; None where unknown
+    base: str = "dense"  # what `before` is the figure of
+    advice: str = "Prune less (--sparsity), or try the recipe recommended and more calibration text."
+
+    def __str__(self) -> str:
+        arrow = f"{self.base} {_short(self.before)} -> {_short(self.after)} at {100 * self.sparsity:.3g} %"
+        change = 100 * (self.after / self.before - 1) if self.before else math.nan
+        digits = ".1f" if abs(change) < 9.95 else ",.0f"
+        more = f": {change:+{digits}} %" if math.isfinite(change) else ""
+        return f"{self.measure.capitalize()}: {arrow}{more}"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A sentence if quality collapsed: perplexity more than doubled, or worse than guessing."""
+        grown, limit = self._perplexity(self.after) / self._perplexity(self.before), self.vocabulary or math.inf
+        advice = self.advice
+        if not math.isfinite(self.after):
+            return (f"Quality collapsed: the {self.measure} is {self.after}. {advice}",)
+        if self._perplexity(self.after) > limit >= self._perplexity(self.before):
+            return (f"Quality collapsed: worse than guessing uniformly among {limit:,} tokens. {advice}",)
+        if grown > COLLAPSED:
+            return (f"Quality collapsed: the perplexity is {_short(grown)} times that of the dense model. {advice}",)
+        return ()
+
+    def _perplexity(self, figure: float) -> float:
+        return figure if self.measure == "perplexity" else math.exp(min(figure, 700.0))
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
+
+
+def _vocabulary(model: Any) -> int | None:
+    found = getattr(getattr(model, "config", None), "vocab_size", None)
+    return found if isinstance(found, int) else None
+
+
+def _save(
+    model: Any, tokenizer: Any, folder: Path, outcome: Outcome, texts: Mapping[str, str], overwrite: bool
+) -> None:
+    """Save the model; if the folder cannot be written after all, save it among temporary files and say so."""
+    from secateur.integrations.folder import save
+
+    try:
+        save(model, tokenizer, folder, outcome.masks, texts, overwrite=overwrite)
+        return
+    except SaveError as error:
+        failed = error
+    other = Path(tempfile.gettempdir()) / f"secateur-{uuid.uuid4().hex[:8]}" / folder.name
+    try:
+        save(model, tokenizer, other, outcome.masks, texts)
+    except SaveError as error:
+        raise SaveError(f"{failed} Nothing is saved: {error} Free some space, and run it again.") from error
+    raise SaveError(f"{failed} The pruned model is in {other} instead: move it from there.") from failed
+
+
+def _crossing(model: Any, batch: Any, device: str) -> Callable[[], AbstractContextManager[None]]:
+    import torch
+
+    from secateur.model.prunable import find_prunable
+    from secateur.oneshot.batches import standard_loss
+    from secateur.oneshot.offload import offload_for
+
+    sites, _ = find_prunable(model)
+    return offload_for(model, batch, standard_loss, sites, torch.device(device)).active
+
+
+def _texts(options: argparse.Namespace, tokenizer: Any, kind: str, decides: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Windows for calibration, for decisions (none unless it `decides`) and for evaluation, never the same text.
+
+    Decisions are made on what follows the calibration, on as many windows as evaluate. Fills in the default batch.
+    """
+    from secateur.integrations.text import check_apart, read_text, split, windows
+
+    context, some, others, batch = CPU if kind == "cpu" else GPU
+    options.batch = options.batch or batch
+    given = options.context, options.calibration, options.evaluation
+    if None in given:
+        print(
+            f"secateur: on {kind} the defaults are windows of {context} tokens, {some} to calibrate on and {others} to"
+            " evaluate on (--context, --calibration, --evaluation)",
+            file=sys.stderr,
+        )
+    context, some, others = (own or usual for own, usual in zip(given, (context, some, others), strict=True))
+    seen = some + others if decides else some  # what evaluates must not be among them
+    text = read_text(options.data)
+    if options.eval_data is None:
+        first, evaluation = split(windows(tokenizer, text, context, seen + others), seen, others)
+        return first[:some], first[some:], evaluation
+    if options.eval_data == options.data:
+        raise TextError("--eval-data is the text of --data. Leave it out: what follows the calibration evaluates.")
+    first = windows(tokenizer, text, context, seen)
+    evaluation = windows(tokenizer, read_text(options.eval_data), context, others)
+    check_apart(first, evaluation)
+    return first[:some], first[some:], evaluation

@@ -1,8 +1,12 @@
-"""An experiment: the settings that determine the result of a training run, and nothing else."""
+"""An experiment: the settings that determine the result of a training run, and nothing else.
+
+A preset stands for several of them: "as-published" for those of AdamWPrune's variants, listed below.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -14,9 +18,7 @@ from torch import nn
 
 from secateur import optim, regrowth
 from secateur.errors import ScheduleError, SecateurError, nearest
-from secateur.lab import published
 from secateur.lab.models import is_language_model, parameter_groups
-from secateur.lab.published import EVERY_LAYER, budget_of, every_layer, preset_settings
 from secateur.lab.runs import PRUNING
 from secateur.model.distributed import unwrap
 from secateur.optim import PRESETS, Spam, as_spam
@@ -31,8 +33,6 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 BUDGETS = ("normal", "extended")
 MOMENTUM = 0.9  # of SGD
 SPAM = tuple(f"spam_{field.name}" for field in fields(Spam))
-
-
 Groups = list[dict[str, Any]]
 
 
@@ -70,6 +70,77 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "adamwspam": _masked_adamw("paper", amsgrad=True),
     "adamwprune": _masked_adamw(None),
 }
+
+
+# What AdamWPrune published for each of its variants. The preset "as-published" takes these ramps, training budgets and
+# layers instead of Secateur's defaults. The sources disagree here and there; the variants note of AdamWPrune comes
+# first, its trainer's code where the note says "TBD":
+#
+# - Ramp: the note has linear for bitter0 to bitter2 and p^3, which it calls cubic, for bitter3 and bitter4, from the
+#   warm-up to the last step of the normal budget. bitter5 to bitter9 were trained with p^3. The warm-up is 100 steps of
+#   10,000. Of the two baselines, magnitude had p^3 and movement a linear ramp.
+# - Budget: the note lists 21 % more steps for bitter2, 30 % for bitter3 and bitter4, 70 % for bitter7, and the standard
+#   number for bitter8. It leaves bitter5, bitter6 and bitter9 open, which the code gives 30 %.
+# - Layers: every nn.Linear and nn.Conv2d. The head is one of them, and with it the token embedding it is tied to.
+AS_PUBLISHED = "as-published"
+EVERY_LAYER = "adamwprune"  # a value of the setting `prunable`
+WARM_UP = 0.01  # of the steps, before the ramp begins
+LINEAR, LATE = "linear", "late_cubic"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The ramp of a variant and its training budget, as a multiple of the normal one."""
+
+    schedule: str
+    budget: float = 1.0
+
+
+VARIANTS = {
+    "bitter0": Variant(LINEAR),
+    "bitter1": Variant(LINEAR),
+    "bitter2": Variant(LINEAR, 1.21),
+    "bitter3": Variant(LATE, 1.3),
+    "bitter4": Variant(LATE, 1.3),
+    "bitter5": Variant(LATE, 1.3),
+    "bitter6": Variant(LATE, 1.3),
+    "bitter7": Variant(LATE, 1.7),
+    "bitter8": Variant(LATE),
+    "bitter9": Variant(LATE, 1.3),
+    "magnitude": Variant(LATE),
+    "movement": Variant(LINEAR),
+}
+
+
+def variant_of(score: Any) -> Variant | None:
+    """The variant that a score is, options or not: "bitter3(eps=1e-6)" is bitter3."""
+    return VARIANTS.get(score.partition("(")[0].strip()) if isinstance(score, str) else None
+
+
+def budget_of(score: Any) -> float:
+    """How many times the normal steps the extended budget gives this score."""
+    found = variant_of(score)
+    return found.budget if found else 1.0
+
+
+def preset_settings(preset: str, score: Any) -> dict[str, Any]:
+    """The settings that a preset means for a score; an error if there are none."""
+    if preset != AS_PUBLISHED:
+        raise SecateurError(f"There is no preset {preset!r}.{nearest(preset, [AS_PUBLISHED])} Use {AS_PUBLISHED}.")
+    found = variant_of(score)
+    if found is None:
+        said = "no score" if score is None else f"score {score!r}"
+        raise SecateurError(f"preset {preset} needs a score of AdamWPrune: {', '.join(VARIANTS)}. It got {said}.")
+    settings: dict[str, Any] = {"schedule": found.schedule, "begin": WARM_UP, "end": 1.0, "prunable": EVERY_LAYER}
+    return settings | ({"budget": "extended"} if found.budget > 1 else {})
+
+
+def every_layer(model: nn.Module) -> tuple[str, ...]:
+    """The paths of all linear layers and 2-d convolutions, which AdamWPrune prunes; a tied head is one of them."""
+    kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d)
+    if (transformers := sys.modules.get("transformers.pytorch_utils")) is not None:
+        kinds += (transformers.Conv1D,)  # what GPT-2's layers are there
+    return tuple(name for name, module in model.named_modules() if isinstance(module, kinds))
 
 
 @dataclass(frozen=True)
@@ -134,7 +205,7 @@ class Experiment:
     spam_warm_decay: bool | None = None
     score: str | None = None  # None: dense
     sparsity: float = 0.0
-    preset: str | None = None  # where the settings of the ramp, budget and layers come from: see published.py
+    preset: str | None = None  # where the settings of the ramp, budget and layers come from: see VARIANTS
     prunable: str | None = None  # None: as Pruner chooses; "adamwprune": every layer, a tied head too
     schedule: str = "cubic"
     begin: float = 0.1  # fraction of the steps, or above 1 a number of steps; end and until too
@@ -158,7 +229,7 @@ class Experiment:
         words: dict[str, tuple[str, ...]] = {"optimizer": tuple(OPTIMIZERS), "spam": tuple(PRESETS)}
         words |= {"schedule": SCHEDULES, "scope": SCOPES, "regrow": regrowth.KINDS}
         words |= {"precision": PRECISIONS, "budget": BUDGETS, "prunable": (EVERY_LAYER,)}
-        words |= {"preset": published.PRESETS}
+        words |= {"preset": (AS_PUBLISHED,)}
         for name, known in words.items():
             if getattr(self, name) is not None:
                 _check_word(name, getattr(self, name), known)

@@ -1,6 +1,7 @@
 """What each row of a comparison cost: seconds, tokens a second, memory and use of the GPU; and what compiling changed.
 
-A figure is a mean over the runs of a row, and only there if all of them recorded it.
+First the figures and their tables, then the two charts of them on the page of `secateur compare`. A figure is a mean
+over the runs of a row, and only there if all of them recorded it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from secateur.lab.page import BLUE, GREEN, GREY, LEGEND_LETTERS, ORANGE, figure, legend_columns
 from secateur.lab.runs import FinishedRun, Measure, Row, number
 from secateur.lab.statistics import exponential
 
 COMPILE = "compile"
 GB = 1e9
+MARKERS = "osD^vPX*"
+BARS = (BLUE, ORANGE, GREY, GREEN)
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,9 @@ def unit(measure: Measure) -> str:
     return "tokens" if measure.logarithmic else "images"
 
 
-def mean_of(row: Row, figure: str) -> float | None:
+def mean_of(row: Row, key: str) -> float | None:
     """The mean of a figure over the runs of a row, if all of them recorded it."""
-    found = [FIGURES[figure].of(run) for run in row.runs]
+    found = [FIGURES[key].of(run) for run in row.runs]
     known = [value for value in found if value is not None]
     return fmean(known) if len(known) == len(found) else None
 
@@ -96,10 +100,10 @@ def columns(rows: Sequence[Row], measure: Measure) -> dict[str, str]:
     return {key: FIGURES[key].name.format(unit(measure)) for key in recorded(rows)}
 
 
-def shown(row: Row, figure: str) -> str:
+def shown(row: Row, key: str) -> str:
     """A figure as text."""
-    value = mean_of(row, figure)
-    return "-" if value is None else f"{value:{FIGURES[figure].form}}"
+    value = mean_of(row, key)
+    return "-" if value is None else f"{value:{FIGURES[key].form}}"
 
 
 def cost_table(rows: Sequence[Row], measure: Measure) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
@@ -142,7 +146,10 @@ def quality_of(row: Row, measure: Measure) -> float:
     return exponential(mean) if measure.logarithmic else mean
 
 
-def compile_changes(eager: Row, compiled: Row, measure: Measure) -> dict[str, tuple[str, str, float]]:
+Changes = dict[str, tuple[str, str, float]]
+
+
+def compile_changes(eager: Row, compiled: Row, measure: Measure) -> Changes:
     """Seconds, memory, memory access and quality: eager, compiled, and the change in percent, by the column's name."""
     found = {}
     for key, name in columns([eager, compiled], measure).items():
@@ -154,14 +161,19 @@ def compile_changes(eager: Row, compiled: Row, measure: Measure) -> dict[str, tu
     return found | {measure.name: (f"{before:.4g}", f"{after:.4g}", change)}
 
 
+def named_changes(rows: Sequence[Row], measure: Measure) -> tuple[list[tuple[str, Changes]], list[str]]:
+    """Every pair by its name with its changes, and all columns of these."""
+    pairs = [(pair_name(eager), compile_changes(eager, compiled, measure)) for eager, compiled in compile_pairs(rows)]
+    return pairs, list(dict.fromkeys(kind for _, changes in pairs for kind in changes))
+
+
 def compile_table(
     rows: Sequence[Row], measure: Measure, names: Mapping[str, str] | None = None
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
     """Header and rows: eager, compiled and the change, for every pair; None if there is none. `names` are of pairs."""
-    pairs = [(pair_name(eager), compile_changes(eager, compiled, measure)) for eager, compiled in compile_pairs(rows)]
+    pairs, kinds = named_changes(rows, measure)
     if not pairs:
         return None
-    kinds = list(dict.fromkeys(kind for _, changes in pairs for kind in changes))
     found = []
     for name, changes in pairs:
         cells = (changes.get(kind) for kind in kinds)
@@ -174,3 +186,59 @@ def pair_name(row: Row) -> str:
     """A row without what its pair differs in."""
     others = {name: value for name, value in row.settings.items() if name != COMPILE}
     return replace(row, settings=others).label
+
+
+def memory_figure(rows: Sequence[Row]) -> str | None:
+    """The figure of memory that at least two rows have; None if there is none."""
+    for key in (PEAK, MEMORY):
+        if sum(mean_of(row, key) is not None for row in rows) > 1:
+            return key
+    return None
+
+
+def quality_by_memory(
+    rows: Sequence[Row], measure: Measure, names: Mapping[str, str], colours: Mapping[str, str], width: float
+) -> str:
+    """A point for every row: its quality by the memory it took. Left and low (or high, for accuracy) is better."""
+    key = memory_figure(rows)
+    found = [(mean_of(row, key), quality_of(row, measure), row.label) for row in rows] if key else []
+    points = [(memory, quality, label) for memory, quality, label in found if memory and math.isfinite(quality)]
+    if key is None or len(points) < 2:
+        return ""
+
+    texts = [names[label] for _, _, label in points]
+    in_a_line = legend_columns(texts, LEGEND_LETTERS)
+
+    def draw(axes: Any) -> None:
+        for place, (memory, quality, label) in enumerate(points):
+            marker = MARKERS[place % len(MARKERS)]
+            axes.plot([memory], [quality], marker, color=colours[label], markersize=7, label=names[label])
+        axes.margins(0.1)
+        axes.ticklabel_format(useOffset=False)
+        axes.set(xlabel=FIGURES[key].name, ylabel=measure.name)
+        axes.figure.legend(frameon=False, loc="outside lower center", ncols=in_a_line, fontsize="small")
+
+    return figure(draw, width=width, height=2.8 + 0.2 * math.ceil(len(points) / in_a_line))
+
+
+def compile_chart(rows: Sequence[Row], measure: Measure, names: Mapping[str, str], width: float) -> str:
+    """For every pair of an eager and a compiled row, the change of each figure in percent, as bars; empty if none."""
+    pairs, kinds = named_changes(rows, measure)
+    if not pairs:
+        return ""
+
+    def draw(axes: Any) -> None:
+        thick = 0.8 / len(kinds)
+        for turn, kind in enumerate(kinds):
+            places = [place - 0.4 + thick * (turn + 0.5) for place in range(len(pairs))]
+            values = [changes[kind][2] if kind in changes else math.nan for _, changes in pairs]
+            axes.barh(places, values, thick, color=BARS[turn % len(BARS)], label=kind)
+        labels = [names.get(name, name).replace(" (", "\n(") for name, _ in pairs]
+        axes.set_yticks(range(len(pairs)), labels, fontsize="small")
+        axes.invert_yaxis()
+        axes.axvline(0, color="#111827", linewidth=1)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel("compiled against eager, %")
+        axes.figure.legend(frameon=False, loc="outside lower center", ncols=2, fontsize="small")
+
+    return figure(draw, width=width, height=1.5 + 0.2 * len(kinds) * len(pairs))

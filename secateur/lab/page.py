@@ -16,6 +16,7 @@ from secateur.report import heat_map, html_page, html_table
 
 EXTRA = "'secateur[demo]'"
 WIDTH = 4.3  # inches of a figure whose labels stay legible on a phone, where it is scaled down least
+LEGEND_LETTERS = 60  # that fit beside each other below a figure
 COLUMN = "display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min({}px,100%),1fr))"  # least width
 BLUE, ORANGE, GREY, GREEN = "#0072b2", "#d55e00", "#9ca3af", "#009e73"
 GPU = {

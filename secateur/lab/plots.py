@@ -24,20 +24,21 @@ from secateur.lab.compare import (
     short_names,
     written,
 )
-from secateur.lab.cost_plots import LEGEND_LETTERS, compile_chart, quality_by_memory
 from secateur.lab.costs import (
     PEAK,
     RATE,
     SECONDS,
     columns,
+    compile_chart,
     compile_pairs,
     compile_table,
     cost_notes,
     cost_table,
     pair_name,
+    quality_by_memory,
     shown,
 )
-from secateur.lab.page import block, figure, layer_bars, legend_columns
+from secateur.lab.page import LEGEND_LETTERS, block, figure, layer_bars, legend_columns
 from secateur.lab.runs import Evaluation, Measure, Row, number
 from secateur.lab.statistics import Difference, Estimate, exponential, percent
 from secateur.report import html_page, html_table
