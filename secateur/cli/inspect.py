@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     from secateur.bench.gains import HEADER as BOUGHT
     from secateur.bench.gains import Gains
     from secateur.model.inspect import inspect_tensors
-    from secateur.model.mask_files import load_masks
+    from secateur.model.transfer import load_masks
     from secateur.report import collapse, text_table
 
     folder = Path(options.model).expanduser()

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import ModelError, library
+from secateur.errors import HF_EXTRA, ModelError, library
 from secateur.inference import saving
 from secateur.inference.saving import check_free
 from secateur.integrations import smollm2
 from secateur.integrations.evaluation import TOKENS
 from secateur.integrations.hub import unreachable
-from secateur.model.mask_files import EXTRA
 from secateur.oneshot.batches import usable_device
 
 __all__ = ["check_free", "check_model", "load", "push_to_hub", "save", "saved_bytes"]
@@ -59,8 +58,8 @@ def check_model(name: str | os.PathLike[str]) -> None:
     text = os.fspath(name)
     if text == BUILT_IN or Path(text).exists() or text.count("/") > 1 or text.startswith((".", "~", "/")):
         return
-    library("transformers", f"Loading {text}", EXTRA)
-    hub = library("huggingface_hub", f"Loading {text}", EXTRA)
+    library("transformers", f"Loading {text}", HF_EXTRA)
+    hub = library("huggingface_hub", f"Loading {text}", HF_EXTRA)
     try:
         if isinstance(hub.try_to_load_from_cache(text, "config.json"), str):
             return
@@ -75,7 +74,7 @@ def check_model(name: str | os.PathLike[str]) -> None:
 
 def _tokenizer(name: str, model: Any) -> Any:
     """The model's tokenizer; None for a model that reads images or audio and has none."""
-    transformers = library("transformers", f"Loading {name}", EXTRA)
+    transformers = library("transformers", f"Loading {name}", HF_EXTRA)
     try:
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # damaged files raise almost any type; tokenizers raises plain Exception
@@ -120,7 +119,7 @@ def push_to_hub(
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError(f"There is no folder {folder}. Save the model first: sc.save(model, {str(folder)!r}).")
-    hub = library("huggingface_hub", "Uploading a model", EXTRA)
+    hub = library("huggingface_hub", "Uploading a model", HF_EXTRA)
     api = hub.HfApi(token=token)
     # Without a network, huggingface_hub raises errors of the HTTP library it uses, which depends on its version.
     failures = [kind for kind in hub.errors.HfHubHTTPError.__mro__ if kind.__name__.endswith("HTTPError")]
