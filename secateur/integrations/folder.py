@@ -1,15 +1,20 @@
-"""Hugging Face models in folders: load them with their tokenizer, save them with masks and reports, push them.
+"""Hugging Face models in folders and on the hub: load with a tokenizer, save with masks and reports, push.
 
-How a folder is written and read is the business of `secateur.inference.saving`. transformers and huggingface_hub are
+How a folder is written and read is the business of `secateur.inference.saving`. Whether the hub can be reached is asked
+first, because its libraries would try again for half a minute before they say so. transformers and huggingface_hub are
 imported when a function needs them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +24,13 @@ from secateur.inference import saving
 from secateur.inference.saving import check_free
 from secateur.integrations import smollm2
 from secateur.integrations.evaluation import TOKENS
-from secateur.integrations.hub import unreachable
 from secateur.oneshot.batches import usable_device
 
-__all__ = ["check_free", "check_model", "load", "push_to_hub", "save", "saved_bytes"]
+__all__ = ["check_free", "check_model", "load", "offline_if_unreachable", "push_to_hub", "save", "saved_bytes"]
 
 BUILT_IN = "smollm2"
 OTHER_BYTES = 16 << 20  # allowed for tokenizer, configs and reports
+PATIENCE = 5.0  # seconds to wait for the hub's answer
 
 
 def load(
@@ -70,6 +75,34 @@ def check_model(name: str | os.PathLike[str]) -> None:
             f"There is no folder {text}, no model of that name in the cache of the Hugging Face hub, and {why}. Check"
             " the name, or the connection."
         )
+
+
+def unreachable() -> str | None:
+    """Why the hub cannot be reached; None if it can, if the user asked for offline mode, and if there is a proxy, which
+    is not checked."""
+    constants = library("huggingface_hub.constants", "The Hugging Face hub", HF_EXTRA)
+    if getproxies() or constants.HF_HUB_OFFLINE:
+        return None
+    where = urlsplit(constants.ENDPOINT)
+    try:
+        port = where.port or (80 if where.scheme == "http" else 443)
+        socket.create_connection((where.hostname or "", port), PATIENCE).close()
+    except OSError as error:
+        return f"{where.hostname} cannot be reached ({error})"
+    return None
+
+
+@contextmanager
+def offline_if_unreachable() -> Iterator[str | None]:
+    """Yields what `unreachable` says. If it is something, the hub's libraries are in offline mode for so long: they
+    look in their caches and give up at once."""
+    constants = library("huggingface_hub.constants", "The Hugging Face hub", HF_EXTRA)
+    why, before = unreachable(), constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or why is not None
+    try:
+        yield why
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _tokenizer(name: str, model: Any) -> Any:
