@@ -10,6 +10,8 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
+HF_EXTRA = '"secateur[hf]"'  # what pip installs for everything of Hugging Face
+
 
 class SecateurError(ValueError):
     """Base of all errors that a user of this library can fix."""

@@ -18,7 +18,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 from secateur.cli import main
 from secateur.errors import TextError
 from secateur.integrations import finetune as work
-from secateur.integrations import hub
+from secateur.integrations import folder as models
 from secateur.integrations import transformers as hf
 from secateur.integrations.finetune_data import read_texts
 from tests import tiny
@@ -316,7 +316,7 @@ def test_texts_and_names_are_checked_before_anything_is_loaded(
 
     monkeypatch.setattr(work, "load", never)
     monkeypatch.setattr(socket, "create_connection", refuse)
-    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(models, "getproxies", dict)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for words in (["--data", "nosuch.txt"], ["--eval-data", "nosuch.txt"]):
         assert "There is no file nosuch.txt" in refused(capsys, run(*words))

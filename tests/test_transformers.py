@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from secateur.errors import ModelError, SecateurError
 from secateur.inference import saving
-from secateur.integrations import evaluation, hub, smollm2
+from secateur.integrations import evaluation, smollm2
+from secateur.integrations import folder as models
 from secateur.integrations import transformers as hf
 from tests import tiny
 from tests.test_api import run_blocked
@@ -124,7 +125,7 @@ def test_a_hub_that_no_name_leads_to_is_not_asked_again_and_again(monkeypatch: p
         raise AssertionError("asked all the same")
 
     monkeypatch.setattr(socket, "create_connection", refuse)
-    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(models, "getproxies", dict)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", never)
     with pytest.raises(

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     import_torch()
     from secateur.bench.decode import Gains
     from secateur.model.inspect import inspect_tensors
-    from secateur.model.mask_files import load_masks
+    from secateur.model.transfer import load_masks
     from secateur.report import collapse, text_table
 
     folder = Path(options.model).expanduser()

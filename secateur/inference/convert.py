@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import ModelError, library
+from secateur.errors import HF_EXTRA, ModelError, library
 from secateur.files import read_json
 from secateur.inference.format import (
     AGAIN,
-    EXTRA,
     INDEX,
     PARTS,
     SINGLE,
@@ -147,7 +146,7 @@ def file_names(model: nn.Module) -> dict[str, str]:
     transformers keeps the names of older versions in files for some families, such as ViT, and splits or joins some
     tensors; those are not listed.
     """
-    loading = library("transformers.core_model_loading", "Saving a model", EXTRA)
+    loading = library("transformers.core_model_loading", "Saving a model", HF_EXTRA)
     named = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     stand_ins = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named.items()}
     known = {id(stand_in): name for name, stand_in in stand_ins.items()}

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.errors import ModelError, library
+from secateur.errors import HF_EXTRA, ModelError, library
 from secateur.files import read_json
 from secateur.inference import groups
 from secateur.inference.groups import Groups
-from secateur.model.mask_files import EXTRA, MASKS
+from secateur.model.transfer import MASKS
 from secateur.selection import masks
 
 # A file has the lowest version that can read it: 2 if it has groups or transposed weights.
@@ -360,7 +360,7 @@ class WeightFiles(Mapping[str, Weight]):
 
     def __init__(self, files: Sequence[str | os.PathLike[str]], *, foreign: bool = True) -> None:
         self._stack, self._files = ExitStack(), [Path(file) for file in files]
-        self._library = library("safetensors", "Reading packed weights", EXTRA)
+        self._library = library("safetensors", "Reading packed weights", HF_EXTRA)
         self._where: dict[str, tuple[Path, Any]] = {}  # by tensor
         self._hashes: dict[str, str] | None = None
         self._described: dict[str, Any] = {}

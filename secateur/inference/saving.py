@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import DataError, ModelError, library
+from secateur.errors import HF_EXTRA, DataError, ModelError, library
 from secateur.files import appearing, read_json, write
 from secateur.inference import convert as forms
 from secateur.inference.card import CARD, model_card, reloaded
 from secateur.inference.format import (
     AGAIN,
-    EXTRA,
     PARTS,
     VERSION,
     Lazy,
@@ -38,7 +37,7 @@ from secateur.inference.format import (
     write_weights,
 )
 from secateur.inference.packed import CHANGED, check_module, is_conv1d, linear_layers, pack, packed_layers, unpack
-from secateur.model.mask_files import check_masks, save_masks
+from secateur.model.transfer import check_masks, save_masks
 from secateur.oneshot.batches import is_out_of_memory, usable_device
 from secateur.report import Outcome, Report
 
@@ -113,7 +112,7 @@ def write_folder(
     compress: bool = False,
 ) -> Path:
     """Write model, tokenizer, masks (one bit a weight) and texts ({file name: text}), all or nothing."""
-    library("safetensors", "Saving a model", EXTRA)  # fail before anything is written
+    library("safetensors", "Saving a model", HF_EXTRA)  # fail before anything is written
     if compress:
         library("zstandard", "Compressing", '"secateur[zstd]"')
     folder, bare = Path(folder).absolute(), getattr(model, "_orig_mod", model)
@@ -252,7 +251,7 @@ def export(
 def linear_weights(folder: Path) -> tuple[set[str], set[str]]:
     """Names of the weights that packed layers can hold, and of those that are [inputs, outputs], from the model's
     config alone."""
-    transformers = library("transformers", f"Packing {folder}", EXTRA)
+    transformers = library("transformers", f"Packing {folder}", HF_EXTRA)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         kind = pretrained_class(config)
@@ -363,7 +362,7 @@ def _check_shared(folder: Path, found: WeightFiles, state: Mapping[str, Tensor])
 
 def load_pretrained(name: str, dtype: torch.dtype | None) -> Any:
     """A model of transformers from a folder or from the hub, in its own class."""
-    transformers = library("transformers", f"Loading {name}", EXTRA)
+    transformers = library("transformers", f"Loading {name}", HF_EXTRA)
     # Names on the hub have at most one slash and never start with a dot; anything else must be a folder.
     if Path(name).is_file():
         raise ModelError(f"{name} is a file. Name the folder that the model was saved in.")
@@ -394,7 +393,7 @@ def not_loaded(name: str, error: Exception) -> ModelError:
 
 def pretrained_class(config: Any) -> Any:
     """The class the model was saved from; if the config names none, the first auto class that fits."""
-    transformers = library("transformers", "Loading a model", EXTRA)
+    transformers = library("transformers", "Loading a model", HF_EXTRA)
     for name in config.architectures or ():
         kind = getattr(transformers, name, None)
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):

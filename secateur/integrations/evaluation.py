@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import ModelError, SecateurError, library
-from secateur.model.mask_files import EXTRA
+from secateur.errors import HF_EXTRA, ModelError, SecateurError, library
 from secateur.oneshot.batches import IGNORED, check_ids, device_of, is_out_of_memory, standard_loss, to_device
 
 TOKENS = "input_ids"
@@ -118,7 +117,7 @@ def _is_masked(model: nn.Module) -> bool:
 
 def _writes_text(model: nn.Module) -> bool:
     """Whether the model predicts tokens: it is a causal language model, or has output embeddings."""
-    auto = library("transformers.models.auto.modeling_auto", "Evaluating a model", EXTRA)
+    auto = library("transformers.models.auto.modeling_auto", "Evaluating a model", HF_EXTRA)
     ask = getattr(model, "get_output_embeddings", None)
     return type(model).__name__ in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or (
         callable(ask) and ask() is not None

@@ -27,8 +27,8 @@ from secateur.integrations.evaluation import Task, check_context, reading, task_
 from secateur.integrations.finetune_data import Texts, Windows, read_texts
 from secateur.integrations.folder import load, save, saved_bytes
 from secateur.integrations.transformers import PrunerCallback
-from secateur.model.mask_files import load_masks
 from secateur.model.prunable import find_prunable
+from secateur.model.transfer import load_masks
 from secateur.oneshot.batches import check_ids
 from secateur.oneshot.prune import prune
 from secateur.progress import Stage, Stages

@@ -1,32 +1,36 @@
-"""Hugging Face models in folders: load them with their tokenizer, save them with masks and reports, push them.
+"""Hugging Face models in folders and on the hub: load with a tokenizer, save with masks and reports, push.
 
-How a folder is written and read is the business of `secateur.inference.saving`. transformers and huggingface_hub are
+How a folder is written and read is the business of `secateur.inference.saving`. Whether the hub can be reached is asked
+first, because its libraries would try again for half a minute before they say so. transformers and huggingface_hub are
 imported when a function needs them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import ModelError, library
+from secateur.errors import HF_EXTRA, ModelError, library
 from secateur.inference import saving
 from secateur.inference.saving import check_free
 from secateur.integrations import smollm2
 from secateur.integrations.evaluation import TOKENS
-from secateur.integrations.hub import unreachable
-from secateur.model.mask_files import EXTRA
 from secateur.oneshot.batches import usable_device
 
-__all__ = ["check_free", "check_model", "load", "push_to_hub", "save", "saved_bytes"]
+__all__ = ["check_free", "check_model", "load", "offline_if_unreachable", "push_to_hub", "save", "saved_bytes"]
 
 BUILT_IN = "smollm2"
 OTHER_BYTES = 16 << 20  # allowed for tokenizer, configs and reports
+PATIENCE = 5.0  # seconds to wait for the hub's answer
 
 
 def load(
@@ -59,8 +63,8 @@ def check_model(name: str | os.PathLike[str]) -> None:
     text = os.fspath(name)
     if text == BUILT_IN or Path(text).exists() or text.count("/") > 1 or text.startswith((".", "~", "/")):
         return
-    library("transformers", f"Loading {text}", EXTRA)
-    hub = library("huggingface_hub", f"Loading {text}", EXTRA)
+    library("transformers", f"Loading {text}", HF_EXTRA)
+    hub = library("huggingface_hub", f"Loading {text}", HF_EXTRA)
     try:
         if isinstance(hub.try_to_load_from_cache(text, "config.json"), str):
             return
@@ -73,9 +77,37 @@ def check_model(name: str | os.PathLike[str]) -> None:
         )
 
 
+def unreachable() -> str | None:
+    """Why the hub cannot be reached; None if it can, if the user asked for offline mode, and if there is a proxy, which
+    is not checked."""
+    constants = library("huggingface_hub.constants", "The Hugging Face hub", HF_EXTRA)
+    if getproxies() or constants.HF_HUB_OFFLINE:
+        return None
+    where = urlsplit(constants.ENDPOINT)
+    try:
+        port = where.port or (80 if where.scheme == "http" else 443)
+        socket.create_connection((where.hostname or "", port), PATIENCE).close()
+    except OSError as error:
+        return f"{where.hostname} cannot be reached ({error})"
+    return None
+
+
+@contextmanager
+def offline_if_unreachable() -> Iterator[str | None]:
+    """Yields what `unreachable` says. If it is something, the hub's libraries are in offline mode for so long: they
+    look in their caches and give up at once."""
+    constants = library("huggingface_hub.constants", "The Hugging Face hub", HF_EXTRA)
+    why, before = unreachable(), constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or why is not None
+    try:
+        yield why
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
 def _tokenizer(name: str, model: Any) -> Any:
     """The model's tokenizer; None for a model that reads images or audio and has none."""
-    transformers = library("transformers", f"Loading {name}", EXTRA)
+    transformers = library("transformers", f"Loading {name}", HF_EXTRA)
     try:
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # damaged files raise almost any type; tokenizers raises plain Exception
@@ -120,7 +152,7 @@ def push_to_hub(
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError(f"There is no folder {folder}. Save the model first: sc.save(model, {str(folder)!r}).")
-    hub = library("huggingface_hub", "Uploading a model", EXTRA)
+    hub = library("huggingface_hub", "Uploading a model", HF_EXTRA)
     api = hub.HfApi(token=token)
     # Without a network, huggingface_hub raises errors of the HTTP library it uses, which depends on its version.
     failures = [kind for kind in hub.errors.HfHubHTTPError.__mro__ if kind.__name__.endswith("HTTPError")]

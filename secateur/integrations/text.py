@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from secateur.errors import SecateurError, TextError, library
-from secateur.integrations.hub import offline_if_unreachable
+from secateur.integrations.folder import offline_if_unreachable
 from secateur.integrations.pieces import BETWEEN, token_lists
 from secateur.oneshot.batches import is_out_of_memory
 

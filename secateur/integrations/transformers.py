@@ -23,8 +23,8 @@ from secateur.integrations.evaluation import lm_eval, perplexity
 from secateur.integrations.folder import load, save
 from secateur.integrations.pruner_files import PRUNER, check_zeros, read_pruner, restore, write_pruner
 from secateur.integrations.pruning import BEGIN, END, SHAPE, Pruning
-from secateur.model.mask_files import load_masks
 from secateur.model.prunable import Globs
+from secateur.model.transfer import load_masks
 from secateur.pruner import Pruner
 from secateur.report import Report
 from secateur.schedules import Schedule
