@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,6 +14,7 @@ if not torch.cuda.is_available():
     os.environ |= {"TRITON_INTERPRET": "1", "SECATEUR_KERNELS": "off"}
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a hub
+signal.signal(signal.SIGINT, signal.default_int_handler)  # `make test &` ignores Ctrl-C, and some tests send it
 torch.set_num_threads(1)  # tensors here are small, and threads that wait for each other cost more than they bring
 
 import pytest
