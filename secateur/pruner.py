@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from secateur import kernels
 from secateur.errors import PatternError, RegrowthError, StateError
 from secateur.model.distributed import check_replicas, is_sharded, like, local, peers_of, unwrap
-from secateur.model.facts import Facts
+from secateur.model.facts import Facts, zero_gradients
 from secateur.model.held import Held, SavedState, check_count, masks_in, read_saved, restore_facts, rounding, state_of
 from secateur.model.hooks import Handles, Listener, optimizers_in
 from secateur.model.prunable import (
+    ABSENT,
     Globs,
     LeftOut,
     check_current,
@@ -25,10 +26,11 @@ from secateur.model.prunable import (
     find_prunable,
     nothing_to_prune,
     unfit_for,
+    untrained,
 )
 from secateur.model.transfer import ZEROS, Given, WholeState, apply_masks, given_masks, with_given
 from secateur.optim import MaskedOptimizer
-from secateur.regrowth import check_gradients, exchange, regrowth_for
+from secateur.regrowth import DROP, check_gradients, exchange, regrowth_for
 from secateur.report import Report, TensorRow, Update
 from secateur.schedules import Clock, Hold, Schedule, as_schedule, check_rising, check_sparsity, described
 from secateur.scores import Score, resolve
@@ -78,7 +80,7 @@ class Pruner:
         skip: Globs = (),
         only: Globs | None = None,
         regrow: str | None = None,
-        drop: float = 0.3,
+        drop: float = DROP,
         until: int | None = None,
         masks: Given | None = None,
     ) -> None:
@@ -105,7 +107,8 @@ class Pruner:
         self._survey(skip, only)
         if masks is not None:
             self._take_given(masks)
-        self._listener = Listener(self._optimizers, self._clock, self._facts, self._held)
+        waiting = untrained(unwrap(model), self._left_out)
+        self._listener = Listener(self._optimizers, self._clock, self._facts, self._held, waiting)
         for masked in filter(None, self._masked):
             self._prepare(masked)
 
@@ -132,7 +135,7 @@ class Pruner:
         self._facts = Facts(self._optimizers, self.score, found)
         self._prunables = self._facts.prunables
         trained = {prunable.name for prunable in self._prunables}
-        absent = [LeftOut(w.name, w.parameter.numel(), "not in the optimizer") for w in found if w.name not in trained]
+        absent = [LeftOut(w.name, w.parameter.numel(), ABSENT) for w in found if w.name not in trained]
         self._left_out = [*absent, *left_out]
         if not self._prunables:
             raise nothing_to_prune(unwrap(self._model), self._left_out)
@@ -141,7 +144,8 @@ class Pruner:
             logger.warning("%d prunable tensors are not in the optimizer and stay dense: %s.", len(absent), names)
         self._peers = peers_of(prunable.parameter for prunable in self._prunables)
         check_tiles(self._prunables, self.scope, self._pattern)
-        self._held = Held([local(prunable.parameter.detach()) for prunable in self._prunables])
+        weights = [local(prunable.parameter.detach()) for prunable in self._prunables]
+        self._held = Held(weights, self._prunables, self._peers.totals)
         self._gone = [0] * len(self._prunables)
         self._churn = [0] * len(self._prunables)
         self._cuts: list[float | None] = [None] * len(self._prunables)
@@ -172,24 +176,25 @@ class Pruner:
     def step(self) -> None:
         """Update the masks if an update is due, then zero pruned weights and their optimizer state.
 
-        Does nothing if no optimizer step was completed since the last call. With several optimizers a step is complete
-        once each has stepped; until then the masks are applied and nothing is counted.
+        No update is due if no optimizer step was completed since the last call. With several optimizers a step is
+        complete once each has stepped; until then the masks are applied and nothing is counted.
         """
         if not self._checked and self._clock.taken != self._clock.seen:
             self._check_start()
         behind = self._clock.behind()
         if not behind:
-            self._listener.check_idle()
-            if self._clock.midway and not self._is_held():
+            if self._listener.check_idle() or (self._clock.midway and not self._is_held()):
                 self.apply()
+                self._listener.note_weights()
             return
         self._listener.check_order()
         if behind > 1 and any(self._gone) and not self._is_held():
             self._listener.warn_late(behind)
         cold = self._reads_moments and any(optimizer.cold for optimizer in filter(None, self._masked))
         changed = self._clock.due(held=cold) and self._update(self._clock.taken)
-        if changed or not self._is_held():
+        if changed or not self._is_held() or self._listener.moved():
             self.apply()
+        self._listener.note_weights()
 
     def _check_start(self) -> None:
         """Raise at the first step, not at the first update, if something cannot work here."""
@@ -233,6 +238,7 @@ class Pruner:
         self._churn = [now - then + 2 * back for now, then, back in moved]  # each that came back replaced one more
         self._cuts = [None if cut is None else cut.value for cut in chosen.cuts]
         self._asked, self._unsettled = asked, False
+        self._warn_of_emptied(before, step)
         self._check_replicas()
         seconds, sent = time.perf_counter() - began, self._peers.bytes_sent - sent
         update = Update(step, asked, sum(self._gone), sum(self._churn), seconds, sent, sum(grown))
@@ -242,6 +248,16 @@ class Pruner:
             step, self.sparsity, update.pruned, self._numel, update.churn, seconds,
         )  # fmt: skip
         return True
+
+    def _warn_of_emptied(self, before: Sequence[int], step: int) -> None:
+        """Log which tensors have just lost their last weight."""
+        counts = zip(self._prunables, before, self._gone, strict=True)
+        names = [repr(one.name) for one, then, now in counts if then < now == one.parameter.numel()]
+        if names:
+            logger.warning(
+                "Step %d: nothing is left of %d tensors: %s. scope='layer' or allocation='erk' keeps some weights of"
+                " each, and skip=... leaves them dense.", step, len(names), ", ".join(names[:3]),
+            )  # fmt: skip
 
     def _choose(self, step: int, asked: float) -> Selection:
         """Masks at the asked sparsity, after an exchange of weights if regrowth is due."""
@@ -315,8 +331,8 @@ class Pruner:
                 " call, or use regrow='random'."
             )
         held = zip(self._prunables, self._held.masks, self._held.dead, strict=True)
-        found = [(one.parameter.grad, mask) for one, mask, dead in held if dead and one.parameter.grad is not None]
-        kernels.zero([local(gradient) for gradient, _ in found], [mask for _, mask in found])
+        found = [(one.parameter, mask) for one, mask, dead in held if dead]
+        zero_gradients([parameter for parameter, _ in found], [mask for _, mask in found])
 
     def apply_to(self, module: nn.Module) -> None:
         """Zero the pruned weights in a copy of the model too: an EMA or SWA copy (also in `AveragedModel`), a deepcopy,

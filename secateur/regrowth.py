@@ -18,7 +18,7 @@ from torch import Tensor
 from secateur import kernels
 from secateur.errors import FactError, RegrowthError
 from secateur.model.distributed import local
-from secateur.model.facts import target_of
+from secateur.model.facts import dense, target_of
 from secateur.model.prunable import Prunable
 from secateur.schedules import Schedule
 from secateur.scores import Score, resolve
@@ -28,6 +28,7 @@ from secateur.selection.masks import inverted
 from secateur.selection.tiles import Pattern
 
 KINDS = ("gradient", "random")
+DROP = 0.3  # share of the kept weights exchanged at first
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ def regrowth_for(
     """The regrowth these settings mean, or an error where they contradict each other. `given`: masks were given, whose
     zeros must stay."""
     if kind is None:
+        if drop != DROP:
+            raise RegrowthError(
+                f"drop={drop!r} is the share of weights that regrowth exchanges, but regrow is None. Pass regrow=..."
+                " too."
+            )
         if until is not None:
             raise RegrowthError(
                 f"until={until!r} is the last step of regrowth, but regrow is None. Pass regrow=... too."
@@ -137,7 +143,7 @@ def lot(step: int) -> Score:
 def _gradient(prunable: Prunable) -> Tensor:
     """The local shard of the current gradient; zeros for a tensor without one."""
     if prunable.parameter.grad is not None:
-        return local(prunable.parameter.grad)
+        return dense(local(prunable.parameter.grad))
     part = local(prunable.parameter.detach())
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
@@ -147,7 +153,7 @@ def check_gradients(regrowth: Regrowth | None, prunables: Sequence[Prunable], pe
     count: `zero_grad(set_to_none=False)` leaves those."""
     if regrowth is None or not regrowth.by_gradient:
         return
-    gradients = (local(prunable.parameter.grad) for prunable in prunables if prunable.parameter.grad is not None)
+    gradients = (dense(local(prunable.parameter.grad)) for prunable in prunables if prunable.parameter.grad is not None)
     here = any(zeros_count or bool(gradient.any()) for gradient in gradients)
     if peers.totals([int(here)])[0] == 0:
         raise FactError(

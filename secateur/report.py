@@ -154,6 +154,10 @@ class Report:
 
     def _notes(self) -> list[str]:
         notes = [f"{row.name} is tied with {', '.join(row.tied)} and counts once." for row in self.tensors if row.tied]
+        empty = [row.name for row in self.tensors if row.pruned == row.numel]
+        if empty:
+            shown = ", ".join(empty[:3]) + (", ..." if len(empty) > 3 else "")
+            notes.insert(0, f"Nothing is left of {len(empty)} of {len(self.tensors)} tensors: {shown}")
         because = [("Pruned", row.reason, row.name, row.numel) for row in self.tensors if row.reason]
         because += [("Left dense", reason, name, numel) for name, numel, reason in self.left_out]
         reasons: dict[str, list[tuple[str, int]]] = {}

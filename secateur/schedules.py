@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -121,8 +122,20 @@ RAMPS: dict[str, Callable[..., Ramp]] = {"cubic": cubic, "late_cubic": late_cubi
 
 
 def as_schedule(sparsity: float | Schedule) -> Schedule:
-    """A number as a constant schedule; a callable unchanged."""
-    return sparsity if callable(sparsity) else constant(sparsity)
+    """A number as a constant schedule; a callable that takes a step unchanged."""
+    if not callable(sparsity):
+        return constant(sparsity)
+    try:
+        inspect.signature(sparsity).bind(0)
+    except TypeError as error:
+        name = getattr(sparsity, "__name__", type(sparsity).__name__)
+        raise ScheduleError(
+            f"A schedule is called with the number of optimizer steps alone, and {name} cannot be ({error})."
+            " Pass a number or, for example, sc.cubic(0.8, begin=100, end=1000)."
+        ) from error
+    except ValueError:  # written in C, without a signature
+        pass
+    return sparsity
 
 
 class Clock:

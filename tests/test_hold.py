@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -513,6 +514,49 @@ def test_a_frozen_layer_outside_the_optimizer_is_left_out_in_silence(caplog: pyt
         pruner = sc.Pruner(model, optimizer, masks="zeros", sparsity=None)
     assert "0.weight" not in pruner.masks
     assert not caplog.records
+
+
+@pytest.mark.parametrize("settings", [{"masks": "zeros", "sparsity": None}, {"score": "magnitude", "sparsity": 0.6}])
+def test_a_sparse_layer_that_joins_the_optimizer_later_is_refused(settings: dict[str, Any]) -> None:
+    model, inputs = sparse("relu")
+    first = model.get_parameter("0.weight").requires_grad_(False)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one is not first], 0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that other layers have zeros, under a schedule
+        pruner = sc.Pruner(model, optimizer, every=1, **settings)
+        run(model, inputs, optimizer, pruner, 2)
+    optimizer.add_param_group({"params": [first.requires_grad_(True)]})
+    before = zeros(model)
+    with pytest.raises(StateError, match="1 tensors with zeros joined AdamW.*undo their zeros: '0.weight'"):
+        run(model, inputs, optimizer, pruner, 1)
+    assert same(zeros(model), before)
+
+
+def test_a_dense_layer_that_joins_the_optimizer_later_is_named(block: Block) -> None:
+    block.down.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([one for one in block.parameters() if one.requires_grad], 0.01)
+    pruner = sc.Pruner(block, optimizer, sparsity=0.5, every=1)
+    train(block, optimizer, 2, pruner.step)
+    optimizer.add_param_group({"params": [block.down.weight.requires_grad_(True)]})
+    with pytest.warns(
+        UserWarning, match="1 tensors joined AdamW after the Pruner was made and stay dense: 'down.weight'"
+    ):
+        train(block, optimizer, 2, pruner.step)
+    assert bool(block.down.weight.all())
+
+
+def test_a_tensor_of_zeros_alone_is_held_where_the_others_are_sparse(
+    block: Block, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.no_grad():
+        block.up.weight.mul_(torch.rand(block.up.weight.shape) > 0.5)
+        block.down.weight.zero_()
+    optimizer = torch.optim.SGD(block.parameters(), 0.1)
+    with caplog.at_level(logging.WARNING, "secateur"):
+        pruner = sc.Pruner(block, optimizer, masks="zeros", sparsity=None, only=["up", "down"])
+    assert any("'down.weight'" in one.message and "stay zero" in one.message for one in caplog.records)
+    train(block, optimizer, 3, pruner.step)
+    assert not bool(block.down.weight.any())
 
 
 def test_a_copy_inside_several_wrappers_in_another_dtype(block: Block) -> None:

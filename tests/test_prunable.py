@@ -554,6 +554,45 @@ def test_no_row_of_a_weight_norm_goes_whole(norm: Any, settings: dict[str, Any])
     assert bool(direction.any(1).all())
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    ("settings", "inputs"),
+    [({"sparsity": 0.98, "scope": "layer"}, 32), ({"sparsity": 0.9, "scope": "row"}, 4), ({"sparsity": None}, 32)],
+)
+def test_masks_that_leave_a_row_of_weight_norm_empty_are_refused(
+    norm: Any, dim: int, settings: dict[str, Any], inputs: int
+) -> None:
+    model = nn.Sequential(norm(nn.Linear(inputs, 64), dim=dim))
+    name = next(name for name, p in model.named_parameters() if p.shape == (64, inputs))
+    if settings["sparsity"] is None:
+        kept = torch.ones(64, inputs, dtype=torch.bool)
+        kept.select(dim, 3).fill_(False)
+        settings = {**settings, "masks": {name: kept}}
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step() -> None:
+        pruner = sc.Pruner(model, optimizer, every=1, only="*", **settings)
+        model(torch.randn(8, inputs)).square().mean().backward()
+        optimizer.step()
+        pruner.step()
+
+    if dim == 1 and settings.get("scope") == "layer":  # 41 weights are enough for one in each of 32 columns
+        step()
+    else:
+        with pytest.raises(SiteError, match="nothing would be left of some of its rows.*No mask was changed"):
+            step()
+    assert bool(model(torch.randn(8, inputs)).isfinite().all())
+
+
+@pytest.mark.parametrize("layer", [nn.Conv1d(1, 64, 3), nn.Conv1d(64, 64, 3, groups=64), nn.Linear(4, 64)])
+def test_short_rows_of_weight_norm_keep_their_zeros(layer: nn.Module) -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(layer))
+    found, _ = find_prunable(model, only="0")
+    assert [prunable.fragile[0] for prunable in found] == [0]  # a single column is the whole tensor, and fragile too
+
+
 def test_names_that_are_none_are_refused() -> None:
     with pytest.raises(SiteError, match="must be names or globs"):
         find_prunable(nn.Linear(4, 4), only=3)  # type: ignore[arg-type]

@@ -287,6 +287,14 @@ def test_every_must_be_a_positive_number_of_steps(every: Any, block: Block) -> N
         sc.Pruner(block, torch.optim.AdamW(block.parameters()), every=every)
 
 
+def test_settings_that_would_mean_nothing_are_refused(block: Block) -> None:
+    optimizer = torch.optim.AdamW(block.parameters())
+    with pytest.raises(RegrowthError, match="drop=0.5 is the share of weights that regrowth exchanges"):
+        sc.Pruner(block, optimizer, drop=0.5)
+    with pytest.raises(ScheduleError, match="cubic cannot be .*for example, sc.cubic"):
+        sc.Pruner(block, optimizer, sparsity=sc.cubic)  # type: ignore[arg-type]
+
+
 def test_a_schedule_of_ones_own_is_checked_at_every_update(block: Block) -> None:
     optimizer = torch.optim.AdamW(block.parameters())
     pruner = sc.Pruner(block, optimizer, sparsity=lambda step: step / 2, every=1)
@@ -378,9 +386,93 @@ def test_skipped_steps_do_not_look_like_a_wrong_order(block: Block) -> None:
 def test_another_optimizer_than_the_one_given_is_told(block: Block) -> None:
     pruner = sc.Pruner(block, torch.optim.AdamW(block.parameters()))
     other = torch.optim.SGD(block.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match=r"the optimizer given to the Pruner \(AdamW\) has not taken a step") as told:
+    with pytest.warns(UserWarning, match=r"the optimizer given to the Pruner \(AdamW\) takes no steps") as told:
         train(block, other, 9, pruner.step)
     assert len(told) == 1
+
+
+def test_zeros_stay_when_another_optimizer_takes_over(block: Block) -> None:
+    first = torch.optim.AdamW(block.parameters(), 0.01)
+    pruner = sc.Pruner(block, first, every=1, sparsity=0.5)
+    train(block, first, 3, pruner.step)
+    kept = {name: mask.clone() for name, mask in pruner.masks.items()}
+    with pytest.warns(UserWarning, match="takes no steps.*still zeroes pruned weights.*masks=pruner.masks"):
+        train(block, torch.optim.SGD(block.parameters(), 0.1), 5, pruner.step)
+    assert all(not bool(block.get_parameter(name)[~mask].any()) for name, mask in kept.items())
+
+
+class Lookahead:
+    """Every second step the weights go half-way back to where they were: after the inner optimizer's step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups, self.taken = optimizer, optimizer.param_groups, 0
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.optimizer.step()
+        self.taken += 1
+        for slow, p in zip(self.slow, (p for group in self.param_groups for p in group["params"]), strict=True):
+            p.lerp_(slow, 0.5 * (self.taken % 2 == 0))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, sc.optim.AdamW])
+def test_weights_that_a_wrapper_moves_after_the_step_are_zeroed_too(kind: Any, block: Block) -> None:
+    wrapper: Any = Lookahead(kind(block.parameters(), lr=0.01))
+    pruner = sc.Pruner(block, wrapper, every=1, sparsity=0.5)
+
+    def after() -> None:
+        pruner.step()
+        assert all(not bool(block.get_parameter(name)[~mask].any()) for name, mask in pruner.masks.items())
+
+    train(block, wrapper, 6, after)
+    assert pruner.sparsity == 0.5
+
+
+def test_weights_that_move_after_attached_masks_are_told(block: Block) -> None:
+    wrapper: Any = Lookahead(torch.optim.AdamW(block.parameters(), lr=0.01))
+    pruner = sc.Pruner(block, wrapper, every=1, sparsity=0.5)
+    handle = pruner.attach()
+    with pytest.warns(UserWarning, match="Pruned weights were changed after the last pruner.step"):
+        train(block, wrapper, 6)
+    handle.remove()
+    assert pruner.sparsity == 0.5
+
+
+def test_a_tensor_that_loses_its_last_weight_is_named(block: Block, caplog: pytest.LogCaptureFixture) -> None:
+    with torch.no_grad():
+        block.up.weight.mul_(1e-6)
+    optimizer = torch.optim.SGD(block.parameters(), 0.0)
+    pruner = sc.Pruner(block, optimizer, score="magnitude", every=1, sparsity=0.6)
+    with caplog.at_level(logging.WARNING, "secateur"):
+        train(block, optimizer, 2, pruner.step)
+    told = [one.message for one in caplog.records]
+    assert len(told) == 1
+    assert "nothing is left of 1 tensors: 'up.weight'" in told[0]
+    assert "Nothing is left of 1 of" in str(pruner.report())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"score": "magnitude"}, {"score": "movement"}, {"score": "magnitude", "regrow": "gradient", "until": 9}],
+)
+def test_sparse_gradients(settings: dict[str, Any]) -> None:
+    table = nn.Embedding(20, 8, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters(), 0.01)
+    pruner = sc.Pruner(table, optimizer, sparsity=0.5, every=1, only="weight", **settings)
+    for _ in range(4):
+        table(torch.randint(0, 20, (6,))).square().sum().backward()
+        if "regrow" not in settings:
+            pruner.mask_gradients()
+            assert not bool(table.weight.grad.to_dense()[~pruner.masks["weight"]].any())
+        optimizer.step()
+        pruner.step()
+        optimizer.zero_grad()
+    assert pruner.sparsity == 0.5
+    assert not bool(table.weight[~pruner.masks["weight"]].any())
 
 
 def test_an_optimizer_that_waits_is_left_in_peace(block: Block) -> None:

@@ -15,6 +15,7 @@ from secateur.errors import OptimizerError, StateError
 from secateur.integrations.pruning import BEGIN, END, SHAPE, Pruning
 from secateur.model.prunable import Globs
 from secateur.pruner import Handles, Pruner
+from secateur.regrowth import DROP
 from secateur.report import Report
 from secateur.schedules import Schedule
 from secateur.scores import Score
@@ -51,7 +52,7 @@ class PrunerCallback(Callback):
         skip: Globs = (),
         only: Globs | None = None,
         regrow: str | None = None,
-        drop: float = 0.3,
+        drop: float = DROP,
         until: float | None = None,
         masks: Any = None,
         resume: bool = True,

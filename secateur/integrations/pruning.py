@@ -17,6 +17,7 @@ from secateur.errors import ScheduleError, nearest
 from secateur.model.distributed import unwrap
 from secateur.model.prunable import Globs
 from secateur.pruner import Pruner
+from secateur.regrowth import DROP
 from secateur.schedules import RAMPS, Clock, Schedule, check_sparsity
 from secateur.scores import Score, resolve
 from secateur.selection import check_choice
@@ -45,7 +46,7 @@ class Pruning:
     skip: Globs = ()
     only: Globs | None = None
     regrow: str | None = None
-    drop: float = 0.3
+    drop: float = DROP
     until: float | None = None
     masks: Any = None
 

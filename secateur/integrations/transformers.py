@@ -26,6 +26,7 @@ from secateur.integrations.pruning import BEGIN, END, SHAPE, Pruning
 from secateur.model.prunable import Globs
 from secateur.model.transfer import load_masks
 from secateur.pruner import Pruner
+from secateur.regrowth import DROP
 from secateur.report import Report
 from secateur.schedules import Schedule
 from secateur.scores import Score
@@ -65,7 +66,7 @@ class PrunerCallback(TrainerCallback):
         skip: Globs = (),
         only: Globs | None = None,
         regrow: str | None = None,
-        drop: float = 0.3,
+        drop: float = DROP,
         until: float | None = None,
         masks: Any = None,
         resume: str | os.PathLike[str] | bool | None = None,

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from secateur import kernels
 from secateur.errors import FactError, OptimizerError
 from secateur.model.distributed import is_sharded, local, placement
 from secateur.model.prunable import Prunable
 from secateur.scores import SCALAR_FACTS, Score, resolve, scores
 from secateur.selection import Target
 from secateur.selection.exact import ALONE, Peers, ScoredTensor, Where, evaluator, flat_part
+from secateur.selection.masks import as_bool
 
 UNREACHED = 2.0**126  # a score above all others, for weights to keep that no inputs reached
 SAMPLE = 1 << 20  # weights of a matrix that are sorted to find a quantile of their magnitudes
@@ -42,6 +44,27 @@ def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a GradScaler made a fused optimizer skip this step."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found.item())
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """A gradient as a plain tensor: that of `Embedding(sparse=True)` has the rows that were used alone."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def zero_gradients(parameters: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
+    """Zero the gradients of these parameters where their masks, bools or bits, remove a weight."""
+    plain = []
+    for parameter, mask in zip(parameters, masks, strict=True):
+        if parameter.grad is None:
+            continue
+        gradient = local(parameter.grad)
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            gradient.values().mul_(as_bool(mask, gradient.shape)[tuple(gradient.indices())])
+            parameter.grad = gradient
+        else:
+            plain.append((gradient, mask))
+    kernels.zero([gradient for gradient, _ in plain], [mask for _, mask in plain])
 
 
 @dataclass(frozen=True)
@@ -271,7 +294,7 @@ class Facts:
         scale = getattr(self._optimizers[number], "grad_scale", None)  # fused optimizers get scaled gradients
         for prunable in self.prunables:
             if self.owner(prunable) == number and prunable.parameter.grad is not None:
-                gradient = local(prunable.parameter.grad).float()
+                gradient = dense(local(prunable.parameter.grad)).float()
                 gradient = gradient if scale is None else gradient / scale
                 weight = local(prunable.parameter.detach()).float()
                 yield prunable.name, weight, gradient, 1 if self._group(prunable).get("maximize") else -1
@@ -317,7 +340,7 @@ def target_of(
     part, whole = local(prunable.parameter.detach()), prunable.parameter.shape
     first = prunable.start + placement(prunable.parameter).first_row * whole[1:].numel()
     evaluate = evaluator(score, facts, first, part.device)
-    evaluate = one_a_row(evaluate, part) if prunable.fragile else evaluate
+    evaluate = one_a_slice(evaluate, part, prunable.fragile) if prunable.fragile else evaluate
     tensors = [fact for name, fact in facts.items() if isinstance(fact, Tensor) and name not in SCALAR_FACTS]
     here = all(fact.device == part.device for fact in tensors)  # offloaded facts are on the host
     scored = ScoredTensor(
@@ -334,11 +357,12 @@ def target_of(
     return Target(scored, tuple(part.shape), tuple(whole), prunable.layout)
 
 
-def one_a_row(evaluate: Callable[[Where], Tensor], weight: Tensor) -> Callable[[Where], Tensor]:
-    """Scores in which the largest weight of every slice of every dimension ranks first: no slice is pruned whole."""
+def one_a_slice(evaluate: Callable[[Where], Tensor], weight: Tensor, dims: Sequence[int]) -> Callable[[Where], Tensor]:
+    """Scores in which the largest weight of every slice of these dimensions ranks first. Where fewer weights are kept
+    than there are slices, `Held` refuses the masks."""
     sizes = weight.abs()
     largest = torch.zeros_like(weight, dtype=torch.bool)
-    for dim in range(weight.ndim):
+    for dim in dims:
         rows = sizes.movedim(dim, 0)
         best = rows.flatten(1).argmax(1, keepdim=True)
         chosen = torch.zeros(len(rows), rows[0].numel(), dtype=torch.bool, device=weight.device).scatter_(1, best, True)

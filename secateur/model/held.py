@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from secateur import kernels
-from secateur.errors import StateError
-from secateur.model.distributed import like, local, part_of, placement
+from secateur.errors import SiteError, StateError
+from secateur.model.distributed import is_sharded, like, local, part_of, placement
 from secateur.model.facts import KEPT_FACTS, Facts
 from secateur.model.prunable import Prunable
 from secateur.scores import mixed
@@ -39,7 +39,15 @@ SPREAD = ("scope", "pattern", "allocation")  # settings that decide how many wei
 class Held:
     """The masks of this process's weights, and how many weights each removes (`dead`)."""
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        prunables: Sequence[Prunable] = (),
+        totals: Callable[[Sequence[int]], Sequence[int]] = list,
+    ) -> None:
+        """`prunables` are those of the weights, and `totals` sums counts over all processes."""
+        self._fragile = [(number, one) for number, one in enumerate(prunables) if one.fragile]
+        self._totals = totals
         self.shapes = [weight.shape for weight in weights]
         self.packed = kernels.serves(*weights)
         self.masks = [_all_kept(weight, self.packed) for weight in weights]
@@ -64,6 +72,7 @@ class Held:
 
     def take(self, masks: Sequence[Tensor], kept: Sequence[int] | None = None) -> None:
         """Store these flat masks. Bools are copied into the old ones, so references to them stay valid."""
+        self._check_slices(masks)
         if self.packed:
             self.masks = list(masks)
         else:
@@ -71,6 +80,24 @@ class Held:
                 mine.copy_(mask.view(mine.shape))
         counts = kernels.population(self.masks) if kept is None else kept
         self.dead = [shape.numel() - count for shape, count in zip(self.shapes, counts, strict=True)]
+
+    def _check_slices(self, masks: Sequence[Tensor]) -> None:
+        """Refuse masks that leave nothing of a slice that is divided by its norm: the outputs would be NaN."""
+        empty = []
+        for number, prunable in self._fragile:
+            mask = as_bool(masks[number], self.shapes[number])
+            dims = [dim for dim in prunable.fragile if dim == 0 or not is_sharded(prunable.parameter)]
+            empty.append(sum(int((~mask.movedim(dim, 0).flatten(1).any(1)).sum()) for dim in dims))
+        for (_, prunable), count in zip(self._fragile, self._totals(empty), strict=True):
+            if count:
+                whole = prunable.parameter.shape
+                most = whole.numel() - max(whole[dim] for dim in prunable.fragile)
+                raise SiteError(
+                    f"{prunable.name!r} cannot be pruned like this: nothing would be left of some of its rows, and"
+                    " weight_norm divides each by its norm, which gives NaN. At least one weight of each must stay: at"
+                    f" most {most:,} of its {whole.numel():,} weights can go (sparsity {most / whole.numel():.4f}). Ask"
+                    " for less, leave it out with skip=..., or remove weight_norm first. No mask was changed."
+                )
 
     def returning(self, masks: Sequence[Tensor]) -> list[int]:
         """How many pruned weights each of these flat masks would bring back."""

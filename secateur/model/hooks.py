@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from secateur.errors import OptimizerError
+from secateur.errors import OptimizerError, StateError
 from secateur.model.distributed import local
 from secateur.model.facts import Facts, was_skipped
 from secateur.model.held import Held
+from secateur.model.transfer import SPARSE
 from secateur.schedules import Clock
 
-CHECKED = 8  # calls of pruner.step() that check the order of the loop, which does not change later
+CHECKED = 8  # times that the order of the loop is checked, which does not change later
 IN_A_ROW = 3  # times before a warning: one may be a skipped step of a GradScaler or an odd iteration
 IDLE = 8  # steps of one optimizer before another of the list that has not stepped is reported
-ZEROS = 0.1  # share of exact zeros above which weights look pruned
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -86,18 +86,28 @@ class Handles:
 class Listener:
     """Counts real optimizer steps; a GradScaler may skip some without saying so.
 
-    The hooks reference it weakly, so that an unused Pruner is freed.
+    `waiting` are weights that are not pruned because no optimizer trains them, by name. The hooks reference the
+    listener weakly, so that an unused Pruner is freed.
     """
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer], clock: Clock, facts: Facts, held: Held) -> None:
+    def __init__(
+        self,
+        optimizers: list[torch.optim.Optimizer],
+        clock: Clock,
+        facts: Facts,
+        held: Held,
+        waiting: Mapping[str, Tensor],
+    ) -> None:
         self._optimizers, self._clock, self._facts, self._held = optimizers, clock, facts, held
+        self._waiting = dict(waiting)
+        self._trained = [_trained(optimizer) for optimizer in optimizers]  # how many parameters each has
         self._used: dict[int, tuple[Tensor, Tensor, int]] = {}
-        self._looked = self._late = self._idle = 0
-        self._version: int | None = None
+        self._looked = self._late = self._idle = self._between = 0
         self._warned: set[str] = set()
         self._stepping: set[int] = set()  # optimizers inside their step
         for number, optimizer in enumerate(optimizers):
             self._register(number, optimizer)
+        self.note_weights()
 
     def _register(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         me = weakref.ref(self)
@@ -121,7 +131,9 @@ class Listener:
         """
         if number in self._stepping:
             return None
+        self._check_joined(number)
         self._stepping.add(number)
+        self._check_between()
         if not self._facts.stepped:
             self._check_zeros()
         if "movement_sum" not in self._facts.kept or was_skipped(self._optimizers[number]):
@@ -151,6 +163,7 @@ class Listener:
         self._stepping.discard(number)
         skipped = was_skipped(self._optimizers[number])
         self._facts.settle_movement(number, taken=not skipped)
+        self.note_weights()
         if skipped:
             return
         self._clock.tick(number)
@@ -198,21 +211,73 @@ class Listener:
             " every `every` steps anyway), or call pruner.attach() once.",
         )
 
-    def check_idle(self) -> None:
-        """Warn if weights change between calls although none of these optimizers ever stepped."""
-        if any(self._clock.counts) or "idle" in self._warned:
-            return
-        weight = local(self._facts.prunables[0].parameter.detach())
-        version = 0 if weight.is_inference() else weight._version
-        self._idle = self._idle + 1 if self._version not in (None, version) else 0
-        self._version = version
+    def note_weights(self) -> None:
+        """Remember the weights as they are: an optimizer's step or pruner.step() has just left them so."""
+        self._version = self._versions()
+
+    def moved(self) -> bool:
+        """Whether anything else has written to the weights since. Writes through `.data` leave no trace."""
+        return self._versions() != self._version
+
+    def _versions(self) -> int:
+        weights = (local(prunable.parameter.detach()) for prunable in self._facts.prunables)
+        return sum(0 if weight.is_inference() else weight._version for weight in weights)
+
+    def check_idle(self) -> bool:
+        """Whether the weights changed although none of these optimizers stepped; warns when that goes on."""
+        moved = self.moved()
+        self._idle = self._idle + 1 if moved else 0
         if self._idle >= IN_A_ROW:
             kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
             self._warn(
                 "idle",
-                f"The weights change, but the optimizer given to the Pruner ({kinds}) has not taken a step, so nothing"
-                " will be pruned. Build the Pruner with the optimizer whose step() the loop calls; of several,"
-                " with a list of them.",
+                f"The weights change, but the optimizer given to the Pruner ({kinds}) takes no steps. pruner.step()"
+                " still zeroes pruned weights, but the schedule stands still, and what another optimizer keeps for them"
+                " is not zeroed. Build the Pruner with the optimizer whose step() the loop calls; of several, with a"
+                " list of them. To go on from these masks, pass masks=pruner.masks.",
+            )
+        return moved
+
+    @torch.no_grad()
+    def _check_between(self) -> None:
+        """Warn if pruned weights were written to after the last pruner.step(), so that a forward pass saw them."""
+        if self._between >= CHECKED or not any(self._held.dead) or not self.moved():
+            return
+        self._between += 1
+        weights = (local(prunable.parameter.detach()) for prunable in self._facts.prunables)
+        if any(dead and bool(w.masked_fill(self._held.bools(number), 0).any())
+               for number, (w, dead) in enumerate(zip(weights, self._held.dead, strict=True))):  # fmt: skip
+            self._warn(
+                "between",
+                "Pruned weights were changed after the last pruner.step(), so the forward pass saw values that should"
+                " have been zero. Call pruner.step() after everything that writes to the weights. attach() acts inside"
+                " the optimizer's step: where a wrapper such as Lookahead writes to them afterwards, call"
+                " pruner.step() after the wrapper's step() instead.",
+            )
+
+    def _check_joined(self, number: int) -> None:
+        """Refuse a step in which weights that joined the optimizer later would lose their zeros; warn of dense ones."""
+        optimizer = self._optimizers[number]
+        if _trained(optimizer) == self._trained[number]:
+            return
+        has = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        joined = {name: weight for name, weight in self._waiting.items() if id(weight) in has}
+        sparse = [name for name, weight in joined.items() if SPARSE < _zeros(weight) < 1]
+        if sparse:
+            raise StateError(
+                f"{len(sparse)} tensors with zeros joined {type(optimizer).__name__} after this Pruner was made, and"
+                f" this step would undo their zeros: {', '.join(map(repr, sparse[:3]))}. Build the Pruner after"
+                " add_param_group(), or give the optimizer every parameter from the start, frozen ones too: a frozen"
+                ' layer does not train, and masks="zeros" with sparsity=None holds its zeros once it does. No weight'
+                " was changed."
+            )
+        self._trained[number] = _trained(optimizer)
+        if joined:
+            self._warn(
+                "joined",
+                f"{len(joined)} tensors joined {type(optimizer).__name__} after the Pruner was made and stay dense:"
+                f" {', '.join(map(repr, list(joined)[:3]))}. To prune them too, build the Pruner after"
+                " add_param_group().",
             )
 
     def _check_others(self, number: int) -> None:
@@ -241,7 +306,7 @@ class Listener:
             found = weight.numel() - int(weight.count_nonzero())
             if found < weight.numel():
                 zeros, total = zeros + found, total + weight.numel()
-        if zeros > ZEROS * total:
+        if zeros > SPARSE * total:
             self._warn(
                 "zeros",
                 f"{zeros / total:.0%} of the prunable weights are exactly zero, but this Pruner's masks keep all of"
@@ -254,3 +319,15 @@ class Listener:
         if about not in self._warned:
             self._warned.add(about)
             warnings.warn(message, stacklevel=4)
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> int:
+    """How many parameters an optimizer has."""
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+@torch.no_grad()
+def _zeros(parameter: Tensor) -> float:
+    """The share of exact zeros in the local shard of a parameter."""
+    weight = local(parameter.detach())
+    return 1 - int(weight.count_nonzero()) / max(1, weight.numel())

@@ -13,6 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.weight_norm import WeightNorm
 
 from secateur.selection.tiles import Layout
 
@@ -223,19 +224,27 @@ def loses_zeros(use: Use) -> str | None:
     drawn = torch.rand(use.parameter.shape, generator=torch.Generator().manual_seed(0), device="cpu")
     gone = drawn.to(use.parameter.device) < 0.5
     found = _made_without(use.through, use.parameter, gone)
-    kept = found.shape == gone.shape and not bool((found[gone] != 0).any())
+    # A row that is zero as a whole becomes NaN where it is divided by its norm: `fragile_dims` finds that.
+    kept = found.shape == gone.shape and not bool(found[gone].nan_to_num(0).any())
     kinds = ", ".join(type(step).__name__ for step in use.through)
     return None if kept else f"its parametrization ({kinds}) does not keep zeros"
 
 
 @torch.no_grad()
-def is_fragile(use: Use) -> bool:
-    """Whether a parametrization returns NaN or infinity when a whole row or column is zero."""
+def fragile_dims(use: Use) -> tuple[int, ...]:
+    """The dimensions in which no slice may be zero as a whole, because a parametrization would return NaN or infinity:
+    (0,) for weight_norm, which divides every row by its norm."""
     if use.through is None:
-        return use.leaf == "weight_v"  # torch's older weight_norm
-    gone = torch.zeros(use.parameter.shape, dtype=torch.bool, device=use.parameter.device)
-    gone[0] = gone[:, 0] = True
-    return not bool(_made_without(use.through, use.parameter, gone).isfinite().all())
+        # torch's older weight_norm; its dim -1 is one norm of the whole tensor
+        norms = [hook for hook in use.module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
+        return tuple(hook.dim for hook in norms if f"{hook.name}_v" == use.leaf and hook.dim >= 0)
+    found = []
+    for dim in range(use.parameter.ndim):
+        gone = torch.zeros(use.parameter.shape, dtype=torch.bool, device=use.parameter.device)
+        gone.select(dim, 0).fill_(True)
+        if not bool(_made_without(use.through, use.parameter, gone).isfinite().all()):
+            found.append(dim)
+    return tuple(found)
 
 
 def _made_without(through: ParametrizationList, parameter: Tensor, gone: Tensor) -> Tensor:

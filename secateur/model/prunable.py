@@ -26,7 +26,7 @@ from secateur.model.kinds import (
     Kind,
     Use,
     When,
-    is_fragile,
+    fragile_dims,
     kind_of,
     loses_zeros,
     originals,
@@ -45,6 +45,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # put into names by to
 
 ASK = "only=... prunes it"
 FROZEN = "frozen (requires_grad is False)"
+ABSENT = "not in the optimizer"
 
 Globs = str | Sequence[str]
 
@@ -53,8 +54,8 @@ Globs = str | Sequence[str]
 class Prunable:
     """A prunable tensor: its parameter, its layout, and its first index in the model's flat order (`start`).
 
-    `reason` says why it is pruned where its layer does not make that clear. `fragile` weights are divided by the norm
-    of a row (weight_norm), so no row may be pruned whole.
+    `reason` says why it is pruned where its layer does not make that clear. `fragile` are dimensions whose slices are
+    divided by their norm (weight_norm), so no slice may be pruned whole.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Prunable:
     tied: tuple[str, ...] = ()
     start: int = 0
     reason: str = ""
-    fragile: bool = False
+    fragile: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,12 @@ def parameters_in(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
+def untrained(model: nn.Module, left_out: Sequence[LeftOut]) -> dict[str, nn.Parameter]:
+    """The parameters that are left out only because no optimizer trains them now, by name."""
+    parameters = parameters_in(model)
+    return {item.name: parameters[item.name] for item in left_out if item.reason.startswith((FROZEN, ABSENT))}
+
+
 def _path(module_name: str) -> str:
     """The prefix of the names of a module's parameters."""
     return plain_name(module_name + ".") if module_name else ""
@@ -206,7 +213,7 @@ def _judge(
     asked = "" if only is None else "named by only"
     why = ", ".join(filter(None, (asked, kind.what)))
     tied = tuple(n for n in names if n != use.name)
-    return Prunable(use.name, parameter, kind.layout, tied, reason=why, fragile=is_fragile(use))
+    return Prunable(use.name, parameter, kind.layout, tied, reason=why, fragile=fragile_dims(use))
 
 
 def _impossible(use: Use) -> str | None:

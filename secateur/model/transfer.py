@@ -23,6 +23,12 @@ from secateur.selection.masks import as_bool, can_unpack, pack, unpack
 logger = logging.getLogger("secateur")
 
 ZEROS = "zeros"
+SPARSE = 0.1  # share of exact zeros from which a model counts as pruned
+HELD = "The other tensors are sparse, so these count as pruned too and stay zero. To train them, name them in skip=..."
+TRAINED = (
+    "The other tensors are dense, so these count as initialized to zero, not as pruned, and will train. To hold them"
+    " too, pass masks by name."
+)
 MASKS = "masks.safetensors"
 
 
@@ -65,18 +71,23 @@ def given_masks(
 def _masks_of_zeros(
     prunables: Sequence[Prunable], held: Held, over_all: Callable[[Sequence[int]], list[int]]
 ) -> list[Tensor]:
-    """Masks that remove the weights that are exactly zero. A tensor that is entirely zero was initialized so (LoRA's B,
-    the last layer of a residual branch) and is kept whole: nothing in it would ever train."""
+    """Masks that remove the weights that are exactly zero.
+
+    A tensor that is entirely zero was pruned so if others are sparse. In a dense model it was initialized so (LoRA's B,
+    the last layer of a residual branch) and is kept whole: nothing in it would ever train.
+    """
     weights = [local(prunable.parameter.detach()) for prunable in prunables]
     living = over_all([int(weight.count_nonzero()) for weight in weights])
+    counts = [(count, prunable.parameter.numel()) for prunable, count in zip(prunables, living, strict=True)]
+    others = [(count, size) for count, size in counts if count]
+    pruned = sum(count for count, _ in others) < (1 - SPARSE) * sum(size for _, size in others)
     blank = [prunable.name for prunable, count in zip(prunables, living, strict=True) if count == 0]
     if blank:
-        logger.warning("%d tensors are entirely zero, so they count as initialized to zero, not as pruned, and will"
-                       " train: %s. To hold them too, pass masks by name.",
-                       len(blank), ", ".join(map(repr, blank[:3])))  # fmt: skip
+        logger.warning("%d tensors are entirely zero: %s. %s", len(blank), ", ".join(map(repr, blank[:3])),
+                       HELD if pruned else TRAINED)  # fmt: skip
     found = []
     for number, (weight, count) in enumerate(zip(weights, living, strict=True)):
-        found.append(held.stored(weight != 0) if count else held.masks[number].view(-1))
+        found.append(held.stored(weight != 0) if count or pruned else held.masks[number].view(-1))
     return found
 
 

@@ -182,7 +182,7 @@ class CalibratedModel:
         self._churn = [0] * len(self.sites)
         self._removed: list[tuple[Tensor, Tensor, Tensor]] | None = None  # weights, which were pruned, their values
         self._reached: dict[str, Tensor] = {}
-        self.held = Held([site.parameter.detach() for site in self.sites])
+        self.held = Held([site.parameter.detach() for site in self.sites], self.sites)
         counts = [int(site.parameter.detach().count_nonzero()) for site in self.sites]
         self._pruned_before = [site.parameter.numel() - n for site, n in zip(self.sites, counts, strict=True)]
         if not sum(self._pruned_before):
