@@ -293,6 +293,9 @@ def once(function: Any) -> Any:
         ("--tracker trackio", "--tracker trackio: it is not installed"),
         ("--steps none", "must be a whole number of at least 1, got 'none'"),
         ("--teacher ./gone", "There is no folder ./gone"),
+        ("--seed -1", "must be a whole number from 0 to 4294967295, got '-1'"),
+        ("--seed 4294967296", "must be a whole number from 0 to 4294967295, got '4294967296'"),
+        ("--seed one", "must be a whole number from 0 to 4294967295, got 'one'"),
     ],
 )
 def test_what_is_said(folder: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,8 +86,15 @@ def add_sparsity(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--sparsity", type=sparsity, help=f"fraction of the prunable weights to remove ({default})")
 
 
-def add_seed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, help="of everything random (0)")
+def add_seed(parser: argparse.ArgumentParser, most: int = 2**63 - 1) -> None:
+    """--seed, up to `most`: torch takes 64 bits, numpy 32."""
+
+    def seed(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) > most:
+            raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {most}, got {text!r}")
+        return int(text)
+
+    parser.add_argument("--seed", type=seed, help="of everything random (0)")
 
 
 def add_out(parser: argparse.ArgumentParser, text: str, **settings: Any) -> None:
