@@ -23,7 +23,7 @@ from transformers.trainer_callback import PrinterCallback
 from secateur.errors import ModelError, StateError
 from secateur.files import check_room, read_json, write
 from secateur.integrations.distillation import DistillationTrainer
-from secateur.integrations.evaluation import Task, check_context, reading, task_for
+from secateur.integrations.evaluation import Task, check_context, is_causal, reading, task_for
 from secateur.integrations.finetune_data import Texts, Windows, read_texts
 from secateur.integrations.folder import load, save, saved_bytes
 from secateur.integrations.transformers import PrunerCallback
@@ -216,12 +216,12 @@ def _claim_plan(plan: Plan, folder: Path, main: bool) -> Path | None:
 
 
 def _checked_task(plan: Plan, model: Any, tokenizer: Any) -> Task:
-    task = task_for(model, tokenizer)
-    if task.measure != "perplexity":
+    if not is_causal(model):
         raise ModelError(
             f"{type(model).__name__} is no causal language model, and the command line fine-tunes those alone. From"
             " Python: transformers.Trainer or DistillationTrainer with callbacks=[PrunerCallback(sparsity=...)]."
         )
+    task = task_for(model, tokenizer)
     if plan.how == "hold" and not any((one.parameter == 0).any() for one in find_prunable(model)[0]):
         raise ModelError(
             f"{plan.model} has no zeros to hold. Prune it first (secateur prune), or use --how gradual or oneshot."
