@@ -20,7 +20,7 @@ import peft
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from secateur.errors import ModelError, SecateurError
-from secateur.integrations import peft as kept
+from secateur.integrations import masked_lora as kept
 from secateur.integrations.peft import keep_zeros, load
 from tests import tiny
 
