@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, cast
 
 import peft
-import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -22,11 +21,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from secateur.errors import ModelError
 from secateur.integrations.masked_lora import MASKED, MaskedLayer, MaskedProduct
+from secateur.selection.masks import pack
 
 log = logging.getLogger("secateur")
 
 # Initializations that subtract B @ A from the base weight, or replace it, before anything can be masked.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+PLACES = "places"  # the checksum in an adapter's record of zeros; earlier versions had another, of rows and columns
 
 
 def keep_zeros(model: Any, *, recompute: bool = True) -> Any:
@@ -225,20 +226,24 @@ def _cannot_mask(layer: Any) -> str | None:
 
 
 def _fingerprint(adapter: str, layers: dict[str, Any]) -> dict[str, int]:
-    """How many zeros the layers of an adapter have, and a checksum of their number by row and column."""
-    zeros, checksum = 0, 0
+    """How many zeros the layers of an adapter have, and a checksum of their places."""
+    count, places = 0, 0
     for name, layer in layers.items():
         if adapter in layer.lora_A:
-            here = layer.zeros().flatten(1)
-            rows, columns = here.sum(1), here.sum(0)
-            zeros += int(rows.sum())
-            counts = torch.cat([rows, columns]).cpu().numpy().tobytes()
-            checksum = zlib.crc32(name.encode() + counts, checksum)
-    return {"zeros": zeros, "checksum": checksum}
+            zeros = layer.zeros()
+            count += int(zeros.sum())
+            places = zlib.crc32(name.encode() + pack(zeros).cpu().numpy().tobytes(), places)
+    return {"zeros": count, PLACES: places}
 
 
 def _check_same_zeros(name: str, saved: dict[str, int], found: dict[str, int]) -> None:
     """Refuse an adapter that was trained on a base with other zeros."""
+    if PLACES not in saved:
+        log.warning(
+            "Adapter %r was saved by an earlier version of Secateur, without a checksum of places: the number of zeros"
+            " was compared alone. Save it again to have them checked.", name,
+        )  # fmt: skip
+        saved, found = ({"zeros": one["zeros"]} for one in (saved, found))
     if saved != found:
         same = saved["zeros"] == found["zeros"]
         raise ModelError(
