@@ -208,6 +208,21 @@ class Killed(BaseException):
     """The process ends here."""
 
 
+def killed_at(number: int, monkeypatch: pytest.MonkeyPatch, *words: str, **options: Any) -> None:
+    """Run a command that ends at this step as a killed process does."""
+    step = work._Steps.on_step_end
+
+    def killed(self: Any, args: Any, state: Any, control: Any, **others: Any) -> None:
+        step(self, args, state, control, **others)
+        if state.global_step == number:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work._Steps, "on_step_end", killed)
+        with pytest.raises(Killed):
+            run(*words, **options)
+
+
 @pytest.mark.parametrize("how", ["gradual", "regrow", "oneshot", "lora"])
 def test_the_same_command_continues_a_killed_run(
     how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -216,17 +231,7 @@ def test_the_same_command_continues_a_killed_run(
     words = {"oneshot": once_pruned, "lora": [*once_pruned, "--lora"], "regrow": ["--regrow", "gradient"]}.get(how, [])
     words = [*words, "--sparsity", "0.5", "--checkpoint-every", "3"]
     assert run(*words, out="whole") == 0
-    step = work._Steps.on_step_end
-
-    def killed(self: Any, args: Any, state: Any, control: Any, **others: Any) -> None:
-        step(self, args, state, control, **others)
-        if state.global_step == 8:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(work._Steps, "on_step_end", killed)
-        with pytest.raises(Killed):
-            run(*words)
+    killed_at(8, monkeypatch, *words)
     assert not Path("out").exists()
     left = Path("out.checkpoints")
     assert work.last_complete(left) == left / "checkpoint-6"
@@ -346,3 +351,46 @@ def test_models_that_are_not_causal_are_refused(folder: Path, capsys: pytest.Cap
         assert "BertForMaskedLM is no causal language model" in refused(capsys, run(model="masked"))
         tiny.tokenizer().save_pretrained("masked")  # without a mask token, which it would not need either
     assert "There is no folder ./nowhere" in refused(capsys, run(model="./nowhere"))
+
+
+def save_model(kind: str, folder: str, **changes: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")
+    model(model.config_class(vocab_size=97, hidden_size=16, num_hidden_layers=2, **changes)).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+
+
+def test_adapters_leave_out_what_cannot_be_masked_and_say_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stacked experts: PEFT adapts them as well, by arithmetic that cannot be masked."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    save_model("Mixtral", "mixture", intermediate_size=24, num_local_experts=2, **heads)
+    words = ["--how", "oneshot", "--sparsity", "0.5", "--lora", "--checkpoint-every", "3"]
+    killed_at(8, monkeypatch, *words, model="mixture")
+    pruned = hf.load("out.checkpoints/pruned")[0].state_dict()
+    assert run(*words, model="mixture") == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("LoRA adapters")]
+    assert note.startswith("LoRA adapters cannot be masked on 69% of the prunable weights, so those do not train: ")
+    assert all(f"2 layers alike: model.layers.*.mlp.experts.{one}" in note for one in ("gate_up_proj", "down_proj"))
+    assert note in record_of()["notes"]
+    assert zeros()[0] == zeros()[1] > 0
+    trained = hf.load("out")[0].state_dict()
+    same = {name for name, weight in trained.items() if torch.equal(weight, pruned[name])}
+    assert {name for name in trained if "experts" in name} <= same
+    assert not {name for name in same if "self_attn" in name}
+
+
+def test_a_model_whose_layers_cannot_be_adapted_is_refused_before_it_is_pruned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*given: Any, **options: Any) -> Any:
+        raise AssertionError("pruned all the same")
+
+    monkeypatch.setattr(work, "prune", never)
+    save_model("Mamba", "mamba", state_size=4)
+    said = refused(capsys, run("--how", "oneshot", "--lora", model="mamba"))
+    assert "MambaForCausalLM cannot be trained with --lora: " in said
+    assert said.endswith(" Leave out --lora.")
+    assert not Path("out.checkpoints").exists()

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,14 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """What adds adapters that keep zeros to a pruned model, and a note on what they leave out."""
+
+    add: Callable[[Any], Any]
+    note: str | None = None
+
+
+@dataclass(frozen=True)
 class Execution:
     """Where and how a plan runs; it may differ when a run is continued."""
 
@@ -80,7 +88,7 @@ class Execution:
     on_cpu: bool
     checkpoint_every: int
     tracker: str | None
-    adapt: Callable[[Any], Any] | None = None  # adds LoRA adapters that keep zeros
+    adapters: Callable[[Any], Adapters] | None = None  # those for a model, asked before it is pruned
     notice: str | None = None  # to show once the model and the texts are there
 
 
@@ -130,15 +138,18 @@ def _run(plan: Plan, execution: Execution, args: TrainingArguments, resumed: Pat
     texts = _texts(plan, tokenizer, args.world_size)
     check_context(model, plan.context)
     check_ids(model, [texts.calibration, texts.evaluation])
-    if execution.notice and args.process_index == 0:
-        print(execution.notice, file=sys.stderr)
-    job = _Job(plan, execution, args, stages, task, texts, tokenizer)
+    adapters = None if execution.adapters is None else execution.adapters(model)
+    notes = () if adapters is None or adapters.note is None else (adapters.note,)
+    if args.process_index == 0:
+        for line in filter(None, (execution.notice, *notes)):
+            print(line, file=sys.stderr)
+    job = _Job(plan, execution, args, stages, task, replace(texts, notes=texts.notes + notes), tokenizer)
     teacher = job.teacher(model)
     before = job.before(model)
     callback = job.sparsify(model)
-    if execution.adapt is not None:
+    if adapters is not None:
         set_seed(plan.seed)  # adapters begin at random
-        model = execution.adapt(model)
+        model = adapters.add(model)
     trainer = job.trainer(model, teacher, callback)
     with stages.stage("fine-tune", plan.steps) as tick:
         trainer.add_callback(_Steps(tick))

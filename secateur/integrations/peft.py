@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 import zlib
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, cast
 
 import peft
+import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -89,6 +91,19 @@ def load(
         undo()
         raise
     return loaded
+
+
+def maskable_layers(model: nn.Module, config: peft.LoraConfig) -> list[str]:
+    """Names of the layers that this config adapts and `keep_zeros` can mask, whatever zeros they have.
+
+    The model stays as it is: adapters are added to a copy of it that has no values.
+    """
+    empty = {id(one): nn.Parameter(torch.empty_like(one, device="meta"), False) for one in model.parameters()}
+    with warnings.catch_warnings(action="ignore"):  # about adapters that nobody will use
+        adapted = peft.get_peft_model(copy.deepcopy(model, cast(Any, empty)), copy.deepcopy(config))
+    modules = adapted.base_model.model.named_modules()
+    layers = [(name, layer) for name, layer in modules if isinstance(layer, BaseTunerLayer)]
+    return [name for name, layer in layers if _cannot_mask(layer) is None]
 
 
 @dataclass
