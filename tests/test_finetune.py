@@ -18,6 +18,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 from secateur.cli import main
 from secateur.errors import TextError
 from secateur.integrations import finetune as work
+from secateur.integrations import finetune_checkpoints as checkpoints
 from secateur.integrations import folder as models
 from secateur.integrations import transformers as hf
 from secateur.integrations.finetune_data import read_texts
@@ -234,9 +235,9 @@ def test_the_same_command_continues_a_killed_run(
     killed_at(8, monkeypatch, *words)
     assert not Path("out").exists()
     left = Path("out.checkpoints")
-    assert work.last_complete(left) == left / "checkpoint-6"
+    assert checkpoints.last_complete(left) == left / "checkpoint-6"
     shutil.copytree(left / "checkpoint-6", left / "checkpoint-7")  # killed while it was written
-    (left / "checkpoint-7" / work.COMPLETE).unlink()
+    (left / "checkpoint-7" / checkpoints.COMPLETE).unlink()
     (left / "checkpoint-7" / "trainer_state.json").unlink()
     capsys.readouterr()
     assert run(*words, "--lr", "0.5") == 2
@@ -252,6 +253,73 @@ def test_the_same_command_continues_a_killed_run(
     assert "Continued from step 6." in capsys.readouterr().out
     curves = [[(e["step"], e["loss"]) for e in record_of(out)["history"] if "loss" in e] for out in ("whole", "out")]
     assert curves[0] == curves[1]
+
+
+def edited(name: str, place: int) -> None:
+    """Another text under the same name, from this place on."""
+    path = Path(name)
+    whole = path.read_text()
+    path.write_text(whole[:place] + text(5)[: len(whole) - place])
+
+
+def perturbed(name: str) -> None:
+    model = hf.load(name)[0]
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] += 0.1
+    model.save_pretrained(name)
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("text held out", lambda: edited("one.txt", 0)),
+        ("text to train on", lambda: edited("one.txt", 200)),
+        ("model", lambda: perturbed("model")),
+        ("teacher", lambda: perturbed("teacher")),
+    ],
+)
+def test_a_run_is_not_continued_with_other_contents_under_the_same_names(
+    what: str, change: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree("model", "teacher")
+    words = ["--sparsity", "0.5", "--checkpoint-every", "3", "--teacher", "teacher"]
+    killed_at(5, monkeypatch, *words)
+    shutil.copytree(folder, folder / "before", ignore=lambda *_: ["before"])
+    capsys.readouterr()
+    change()
+    said = refused(capsys, run(*words))
+    assert "out.checkpoints holds a run that began with other contents under the same names: the " in said
+    assert f"the {what}" in said
+    assert "remove that folder, or name another --out" in said
+    for name in ("one.txt", "model", "teacher"):
+        if Path(name).is_dir():
+            shutil.rmtree(name)
+            shutil.copytree(f"before/{name}", name)
+        else:
+            shutil.copy(f"before/{name}", name)
+    assert run(*words) == 0
+    assert "Continued from step 3." in record_of()["notes"]
+
+
+def test_contents_may_change_before_the_first_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was trained yet that could be continued: the figure before is that of the new text."""
+    words = ["--sparsity", "0.5", "--checkpoint-every", "3"]
+    killed_at(2, monkeypatch, *words)
+    edited("one.txt", 0)
+    assert run(*words) == 0
+    assert run(*words, out="anew") == 0
+    assert record_of()["before"] == record_of("anew")["before"]
+
+
+def test_a_run_begun_by_an_earlier_version_is_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It recorded names alone."""
+    words = ["--sparsity", "0.5", "--checkpoint-every", "3"]
+    killed_at(5, monkeypatch, *words)
+    path = Path("out.checkpoints", "before.json")
+    record = json.loads(path.read_text())
+    del record["contents"]
+    path.write_text(json.dumps(record))
+    assert run(*words) == 0
 
 
 def once(function: Any) -> Any:

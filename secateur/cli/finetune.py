@@ -219,7 +219,8 @@ def _notice(options: argparse.Namespace, kind: str) -> str | None:
 def _run_in(folder: Path, options: argparse.Namespace) -> int:
     import torch
 
-    from secateur.integrations.finetune import Execution, finetune, remove_checkpoints, world_size
+    from secateur.integrations.finetune import Execution, finetune, world_size
+    from secateur.integrations.finetune_checkpoints import remove_checkpoints
 
     on_cpu = training_on_cpu(options.device)
     kind = "cpu" if on_cpu or not torch.accelerator.is_available() else str(torch.accelerator.current_accelerator())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,10 +19,23 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_callback import PrinterCallback
 
-from secateur.errors import ModelError, StateError
-from secateur.files import check_room, read_json, write
+from secateur.errors import ModelError
+from secateur.files import check_room, write
 from secateur.integrations.distillation import DistillationTrainer
 from secateur.integrations.evaluation import Task, check_context, is_causal, reading, task_for
+from secateur.integrations.finetune_checkpoints import (
+    BEFORE,
+    CHECKPOINT,
+    COMPLETE,
+    PRUNED,
+    Before,
+    checksum_of_text,
+    checksum_of_weights,
+    claim_plan,
+    has_work,
+    read_before,
+    remove_checkpoints,
+)
 from secateur.integrations.finetune_data import Texts, Windows, read_texts
 from secateur.integrations.folder import load, save, saved_bytes
 from secateur.integrations.transformers import PrunerCallback
@@ -35,8 +47,6 @@ from secateur.progress import Stage, Stages
 from secateur.pruner import Pruner
 from secateur.report import Report
 
-PLAN, BEFORE, COMPLETE, PRUNED = "plan.json", "before.json", "complete", "pruned"  # in the folder of checkpoints
-CHECKPOINT = "checkpoint-"
 KEPT = 2  # checkpoints
 EVALUATIONS = 5  # of the held-out windows while training
 POINTS = 200  # of the loss in the history
@@ -118,11 +128,11 @@ def world_size(on_cpu: bool) -> int:
 def finetune(plan: Plan, execution: Execution) -> Result | None:
     """Run a plan, or continue it; the result in the main process, None in the others."""
     args = _arguments(plan, execution)
-    resumed = _claim_plan(plan, execution.folder, args.process_index == 0)
+    resumed = claim_plan(asdict(plan), execution.folder, args.process_index == 0)
     try:
         return _run(plan, execution, args, resumed)
     except Exception:
-        if not _has_work(execution.folder):  # a mistake, such as a text that is not there
+        if not has_work(execution.folder):  # a mistake, such as a text that is not there
             remove_checkpoints(execution.folder)
         raise
 
@@ -145,7 +155,7 @@ def _run(plan: Plan, execution: Execution, args: TrainingArguments, resumed: Pat
             print(line, file=sys.stderr)
     job = _Job(plan, execution, args, stages, task, replace(texts, notes=texts.notes + notes), tokenizer)
     teacher = job.teacher(model)
-    before = job.before(model)
+    before = job.before(model, teacher)
     callback = job.sparsify(model)
     if adapters is not None:
         set_seed(plan.seed)  # adapters begin at random
@@ -155,18 +165,6 @@ def _run(plan: Plan, execution: Execution, args: TrainingArguments, resumed: Pat
         trainer.add_callback(_Steps(tick))
         trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     return job.finish(trainer, callback, before, stored, resumed)
-
-
-def last_complete(folder: Path) -> Path | None:
-    """The newest checkpoint that was written to its end."""
-    found = [path for path in folder.glob(f"{CHECKPOINT}*") if (path / COMPLETE).is_file()]
-    return max(found, key=lambda path: int(path.name.removeprefix(CHECKPOINT)), default=None)
-
-
-def remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints of a run whose model is saved."""
-    if (folder / PLAN).is_file():
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _arguments(plan: Plan, execution: Execution) -> TrainingArguments:
@@ -200,32 +198,6 @@ def _arguments(plan: Plan, execution: Execution) -> TrainingArguments:
     )
 
 
-def _has_work(folder: Path) -> bool:
-    """Whether there is something to continue from."""
-    return last_complete(folder) is not None or (folder / PRUNED).is_dir()
-
-
-def _claim_plan(plan: Plan, folder: Path, main: bool) -> Path | None:
-    """The checkpoint to continue from. Refuses a folder in which another plan has got somewhere."""
-    mine = json.loads(json.dumps(asdict(plan)))
-    begun = mine
-    if (folder / PLAN).exists():
-        begun = read_json(folder / PLAN, dict, StateError, f"Remove {folder}, and start again.")
-    odd = sorted(name for name in mine.keys() | begun.keys() if begun.get(name) != mine.get(name))
-    if odd and _has_work(folder):
-        changed = ", ".join(f"{name} {begun.get(name)} (now {mine.get(name)})" for name in odd)
-        raise StateError(
-            f"{folder} holds a run that began with other settings: {changed}. Finish it with the command that began"
-            " it, remove that folder, or name another --out."
-        )
-    if main:
-        if odd:
-            remove_checkpoints(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        write(folder / PLAN, json.dumps(mine, indent=2) + "\n")
-    return last_complete(folder)
-
-
 def _checked_task(plan: Plan, model: Any, tokenizer: Any) -> Task:
     if not is_causal(model):
         raise ModelError(
@@ -255,15 +227,6 @@ def _texts(plan: Plan, tokenizer: Any, processes: int) -> Texts:
     )  # fmt: skip
 
 
-@dataclass
-class _Before:
-    """The model before: its figure on the held-out windows, and what it wrote."""
-
-    figure: float
-    prompts: list[str] = field(default_factory=list)
-    written: list[str] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class _Job:
     """The stages of one run."""
@@ -280,17 +243,25 @@ class _Job:
     def main(self) -> bool:
         return bool(self.args.process_index == 0)
 
-    def before(self, model: Any) -> _Before:
+    def before(self, model: Any, teacher: Any) -> Before:
         """Evaluate the model as it was loaded, or read what an interrupted run found."""
-        path = self.execution.folder / BEFORE
-        if path.exists():
-            return _Before(**read_json(path, dict, StateError, f"Remove {path}, and run it again."))
-        figure = self._judge(model, "before")
-        prompts, written = self._write(model)
-        found = _Before(figure, prompts, written)
-        if self.main:
-            write(path, json.dumps(asdict(found)) + "\n")
+        given = self._contents(model, teacher)
+        found = read_before(self.execution.folder, given)
+        if found is None:
+            found = Before(self._judge(model, "before"), *self._write(model), given)
+            if self.main:
+                write(self.execution.folder / BEFORE, json.dumps(asdict(found)) + "\n")
         return found
+
+    def _contents(self, model: Any, teacher: Any) -> dict[str, str]:
+        """Checksums of what the run is given: what has the same name may have been replaced since it began."""
+        plan, texts = self.plan, self.texts
+        first = texts.calibration
+        if isinstance(texts.train, Windows):  # as many as one process needs: there may be another number of them
+            first = texts.train.rows[: plan.steps * plan.batch * plan.accumulate]
+        held_out, trained = map(checksum_of_text, (texts.evaluation, first))
+        found = {"text held out": held_out, "text to train on": trained, "model": checksum_of_weights(model)}
+        return found | ({"teacher": checksum_of_weights(teacher)} if plan.teacher and teacher is not None else {})
 
     def teacher(self, model: Any) -> Any:
         """A frozen copy of the dense model, or the teacher that was named."""
@@ -342,7 +313,7 @@ class _Job:
         return trainer
 
     def finish(
-        self, trainer: Trainer, callback: PrunerCallback | None, before: _Before, stored: torch.dtype, resumed: Any
+        self, trainer: Trainer, callback: PrunerCallback | None, before: Before, stored: torch.dtype, resumed: Any
     ) -> Result | None:
         """Evaluate what was trained, in the dtype it is saved in."""
         model = self._trained(trainer)

@@ -1,0 +1,103 @@
+"""The folder of checkpoints of `secateur finetune`: what a run began with, and what it can be continued from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secateur.errors import StateError
+from secateur.files import read_json, write
+from secateur.selection.masks import INTEGERS
+
+PLAN, BEFORE, COMPLETE, PRUNED = "plan.json", "before.json", "complete", "pruned"
+CHECKPOINT = "checkpoint-"
+INSTEAD = "remove that folder, or name another --out."  # of continuing what is there
+
+
+@dataclass
+class Before:
+    """The model before: its figure on the held-out windows, what it wrote, and checksums of what the run was given."""
+
+    figure: float
+    prompts: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+    contents: dict[str, str] = field(default_factory=dict)  # by name; earlier versions kept none
+
+
+def last_complete(folder: Path) -> Path | None:
+    """The newest checkpoint that was written to its end."""
+    found = [path for path in folder.glob(f"{CHECKPOINT}*") if (path / COMPLETE).is_file()]
+    return max(found, key=lambda path: int(path.name.removeprefix(CHECKPOINT)), default=None)
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints of a run whose model is saved."""
+    if (folder / PLAN).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def has_work(folder: Path) -> bool:
+    """Whether there is something to continue from."""
+    return last_complete(folder) is not None or (folder / PRUNED).is_dir()
+
+
+def claim_plan(plan: Mapping[str, Any], folder: Path, main: bool) -> Path | None:
+    """The checkpoint to continue from. Refuses a folder in which another plan has got somewhere."""
+    mine = json.loads(json.dumps(plan))
+    begun = mine
+    if (folder / PLAN).exists():
+        begun = read_json(folder / PLAN, dict, StateError, f"Remove {folder}, and start again.")
+    odd = sorted(name for name in mine.keys() | begun.keys() if begun.get(name) != mine.get(name))
+    if odd and has_work(folder):
+        changed = ", ".join(f"{name} {begun.get(name)} (now {mine.get(name)})" for name in odd)
+        raise StateError(
+            f"{folder} holds a run that began with other settings: {changed}. Finish it with the command that began"
+            f" it, {INSTEAD}"
+        )
+    if main:
+        if odd:
+            remove_checkpoints(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / PLAN, json.dumps(mine, indent=2) + "\n")
+    return last_complete(folder)
+
+
+def read_before(folder: Path, given: Mapping[str, str]) -> Before | None:
+    """What a run that began with the same contents found; None if none did. Refuses to continue one that got somewhere
+    with others."""
+    if not (folder / BEFORE).exists():
+        return None
+    found = Before(**read_json(folder / BEFORE, dict, StateError, f"Remove {folder / BEFORE}, and run it again."))
+    changed = [f"the {name}" for name, value in found.contents.items() if given.get(name) != value]
+    if not changed:
+        return found
+    if has_work(folder):
+        raise StateError(
+            f"{folder} holds a run that began with other contents under the same names: {', '.join(changed)}. Put back"
+            f" what it began with, {INSTEAD}"
+        )
+    return None
+
+
+def checksum_of_text(windows: Tensor) -> str:
+    """A checksum of tokens and their order."""
+    return hashlib.sha256(windows.numpy().tobytes()).hexdigest()
+
+
+@torch.no_grad()
+def checksum_of_weights(model: torch.nn.Module) -> str:
+    """A checksum that is equal on all devices and reads the weights once, where they are: of names, shapes, and the sum
+    of each tensor's bits as integers. It misses values that have only changed places within a tensor."""
+    found = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        total = int(weight.view(INTEGERS[weight.element_size()]).sum(dtype=torch.int64))
+        found.update(f"{name} {weight.dtype} {tuple(weight.shape)} {total};".encode())
+    return found.hexdigest()
