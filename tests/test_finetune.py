@@ -23,7 +23,7 @@ from secateur.integrations import folder as models
 from secateur.integrations import transformers as hf
 from secateur.integrations.finetune_data import read_texts
 from tests import tiny
-from tests.damage import refused
+from tests.damage import refused, small_disk
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "box"]
 
@@ -253,6 +253,30 @@ def test_the_same_command_continues_a_killed_run(
     assert "Continued from step 6." in capsys.readouterr().out
     curves = [[(e["step"], e["loss"]) for e in record_of(out)["history"] if "loss" in e] for out in ("whole", "out")]
     assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("left", [8, 48])  # KB: too few for the weights (safetensors), too few for the moments (torch)
+def test_a_disk_that_fills_up_is_said(
+    left: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(work, "check_room", lambda *_: None)  # which would refuse so small a disk before
+    step = work._Steps.on_step_end
+
+    def filled(self: Any, args: Any, state: Any, control: Any, **others: Any) -> None:
+        step(self, args, state, control, **others)
+        if state.global_step == 4:
+            Path("disk/filler").write_bytes(bytes(shutil.disk_usage("disk").free - (left << 10)))
+
+    words = ["--sparsity", "0.5", "--checkpoint-every", "3"]
+    with small_disk(folder / "disk", 4 << 20):
+        with monkeypatch.context() as patch:
+            patch.setattr(work._Steps, "on_step_end", filled)
+            said = refused(capsys, run(*words, out="disk/out"))
+        assert "disk/out.checkpoints could not be written: its disk is full (" in said
+        assert said.endswith(" MB left). Free some space, and run the same command again: it continues from step 3.")
+        Path("disk/filler").unlink()
+        assert run(*words, out="disk/out") == 0
+        assert "Continued from step 3." in record_of("disk/out")["notes"]
 
 
 def edited(name: str, place: int) -> None:

@@ -35,6 +35,8 @@ from secateur.integrations.finetune_checkpoints import (
     has_work,
     read_before,
     remove_checkpoints,
+    saying_if_full,
+    step_of,
 )
 from secateur.integrations.finetune_data import Texts, Windows, read_texts
 from secateur.integrations.folder import load, save, saved_bytes
@@ -161,7 +163,7 @@ def _run(plan: Plan, execution: Execution, args: TrainingArguments, resumed: Pat
         set_seed(plan.seed)  # adapters begin at random
         model = adapters.add(model)
     trainer = job.trainer(model, teacher, callback)
-    with stages.stage("fine-tune", plan.steps) as tick:
+    with saying_if_full(execution.folder), stages.stage("fine-tune", plan.steps) as tick:
         trainer.add_callback(_Steps(tick))
         trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     return job.finish(trainer, callback, before, stored, resumed)
@@ -331,7 +333,7 @@ class _Job:
             report = callback.report()
         notes = self.texts.notes
         if resumed:
-            notes = (*notes, f"Continued from step {resumed.name.removeprefix(CHECKPOINT)}.")
+            notes = (*notes, f"Continued from step {step_of(resumed)}.")
         return Result(
             model=model, tokenizer=self.tokenizer, report=report, masks=masks, measure=self.task.measure,
             before=before.figure, after=after, evaluated=len(self.texts.evaluation), history=trainer.state.log_history,

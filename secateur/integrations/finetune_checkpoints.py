@@ -5,20 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from secateur.errors import StateError
+from secateur.errors import SaveError, StateError
 from secateur.files import read_json, write
 from secateur.selection.masks import INTEGERS
 
 PLAN, BEFORE, COMPLETE, PRUNED = "plan.json", "before.json", "complete", "pruned"
 CHECKPOINT = "checkpoint-"
+FULL = ("No space left", "quota exceeded")  # how errors of a full disk read, whatever their type
+TORCH_FULL = ("unexpected pos", "file write failed", "iostream error")  # how those of torch.save read
 INSTEAD = "remove that folder, or name another --out."  # of continuing what is there
 
 
@@ -35,7 +39,12 @@ class Before:
 def last_complete(folder: Path) -> Path | None:
     """The newest checkpoint that was written to its end."""
     found = [path for path in folder.glob(f"{CHECKPOINT}*") if (path / COMPLETE).is_file()]
-    return max(found, key=lambda path: int(path.name.removeprefix(CHECKPOINT)), default=None)
+    return max(found, key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of the step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix(CHECKPOINT))
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -68,6 +77,24 @@ def claim_plan(plan: Mapping[str, Any], folder: Path, main: bool) -> Path | None
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / PLAN, json.dumps(mine, indent=2) + "\n")
     return last_complete(folder)
+
+
+@contextmanager
+def saying_if_full(folder: Path) -> Iterator[None]:
+    """Turns errors that libraries raise when the disk of this folder is full, some without a word of it, into one that
+    says so."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        words = FULL + TORCH_FULL if type(error) is RuntimeError else FULL
+        if not any(word in str(error) for word in words):
+            raise
+        last = last_complete(folder)
+        then = f"it continues from step {step_of(last)}" if last else "it begins anew"
+        raise SaveError(
+            f"{folder} could not be written: its disk is full ({shutil.disk_usage(folder).free / 1e6:,.1f} MB left)."
+            f" Free some space, and run the same command again: {then}."
+        ) from error
 
 
 def read_before(folder: Path, given: Mapping[str, str]) -> Before | None:
