@@ -193,6 +193,34 @@ def test_a_tensor_that_is_pruned_entirely_is_held_too(folder: Path) -> None:
     assert zeros()[0] == zeros()[1]
 
 
+@pytest.mark.parametrize("how", ["gradual", "oneshot"])
+def test_pruning_goes_on_from_the_zeros_of_a_sparse_model(
+    how: str, folder: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    sizes = ["--context", "16", "--calibration", "4", "--evaluation", "4", "--device", "cpu"]
+    assert main(["prune", "model", "--data", "one.txt", *sizes, "--recipe", "magnitude", "--out", "sparse"]) == 0
+    capsys.readouterr()
+    assert run("--how", how, "--sparsity", "0.6", "--lr", "0.01", model="sparse") == 0
+    before, after = hf.load_masks("sparse"), hf.load_masks("out")
+    assert all(not (mask & ~before[name]).any() for name, mask in after.items())
+    assert zeros()[0] == zeros()[1] == record_of()["pruned"] == round(0.6 * record_of()["prunable"])
+    assert record_of()["verdict"].startswith(f"Perplexity: before {record_of()['before']:.3g} -> ")
+    note = "sparse is 50% sparse already: its zeros stay, and pruning goes on from there. It is also the teacher;"
+    said = capsys.readouterr()
+    assert note in said.err
+    assert note in said.out
+    assert note in Path("out", "report.html").read_text()
+    assert "held-out perplexity, before" in said.out
+    assert not [one for one in recwarn if "grow back" in str(one.message)]
+    assert "Progress" in Path("out", "report.html").read_text()
+    refusals = {
+        "--sparsity 0.4": "sparse is 50% sparse already, and --sparsity 0.4 asks for less. Ask for more, or keep its",
+        "--regrow random": "sparse is 50% sparse already, and --regrow would give up all of its zeros at the first",
+    }
+    for words, message in refusals.items():
+        assert message in refused(capsys, run(*words.split(), model="sparse", out="other"))
+
+
 def test_a_packed_folder_is_fine_tuned_as_the_dense_one(folder: Path) -> None:
     sizes = ["--context", "16", "--calibration", "4", "--evaluation", "4", "--device", "cpu"]
     assert main(["prune", "model", "--data", "one.txt", *sizes, "--recipe", "magnitude", "--out", "sparse"]) == 0
@@ -224,13 +252,20 @@ def killed_at(number: int, monkeypatch: pytest.MonkeyPatch, *words: str, **optio
             run(*words, **options)
 
 
-@pytest.mark.parametrize("how", ["gradual", "regrow", "oneshot", "lora"])
+@pytest.mark.parametrize("how", ["gradual", "sparse", "regrow", "oneshot", "lora"])
 def test_the_same_command_continues_a_killed_run(
     how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     once_pruned = ["--how", "oneshot"]
     words = {"oneshot": once_pruned, "lora": [*once_pruned, "--lora"], "regrow": ["--regrow", "gradient"]}.get(how, [])
     words = [*words, "--sparsity", "0.5", "--checkpoint-every", "3"]
+    if how == "sparse":
+        model = hf.load("model")[0]
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.up_proj.weight[:, ::2] = 0
+                layer.self_attn.q_proj.weight.zero_()  # pruned as a whole
+        model.save_pretrained("model")
     assert run(*words, out="whole") == 0
     killed_at(8, monkeypatch, *words)
     assert not Path("out").exists()

@@ -70,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_share,
         help=f"share of the dense model's predictions in the loss, the rest is the text ({ALPHA})",
     )
-    parser.add_argument("--teacher", metavar="MODEL", help="the model to distill from (MODEL itself, dense)")
+    parser.add_argument("--teacher", metavar="MODEL", help="the model to distill from (MODEL as it is before)")
     parser.add_argument(
         "--lora", action="store_true", help=f"train LoRA adapters of rank {RANK} that keep the zeros, then merge them"
     )
@@ -282,9 +282,8 @@ def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace)
     from secateur.integrations.folder import save
     from secateur.report import text_table
 
-    base = "dense" if plan.how != "hold" else "before"
     found = Verdict(
-        result.measure, result.before, result.after, result.report.sparsity, _vocabulary(result), base, ADVICE
+        result.measure, result.before, result.after, result.report.sparsity, _vocabulary(result), result.base, ADVICE
     )
     title = f"{options.model} fine-tuned at {result.report.sparsity:.1%} sparsity"
     lines = (str(found), *found.warnings)
@@ -293,7 +292,10 @@ def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace)
         "report.json": to_json(lines, plan, result, options.invocation),
         "report.html": to_html(title, lines, plan, result, options.invocation),
     }
-    measures = [(f"held-out {result.measure}, {base}", result.before), (f"{result.measure}, fine-tuned", result.after)]
+    measures = [
+        (f"held-out {result.measure}, {result.base}", result.before),
+        (f"{result.measure}, fine-tuned", result.after),
+    ]
     texts[CARD] = model_card(
         folder.name, result.model, report=result.report, measures=measures, command=options.invocation
     )

@@ -54,6 +54,8 @@ EVALUATIONS = 5  # of the held-out windows while training
 POINTS = 200  # of the loss in the history
 PROMPT, ANSWER = 32, 48  # tokens of the texts that are generated before and after
 TEXTS = 2  # such texts
+SPARSE = 0.1  # share of exact zeros above which a model counts as pruned already
+ROUNDING = 1e-3  # by which the sparsity of a model may exceed the one it was pruned to
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Plan:
     recipe: Mapping[str, Any]  # of secateur.prune, for "oneshot"
     distill: bool
     alpha: float  # share of the distance to the teacher in the loss; the rest is cross entropy
-    teacher: str | None  # None: the model itself, dense
+    teacher: str | None  # None: the model itself, as it is loaded
     lora: bool
     steps: int
     batch: int
@@ -106,7 +108,8 @@ class Execution:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leads to. `before` is the figure of the dense model, or of the one given if zeros are held."""
+    """What a run leads to. `before` is the figure of the model given, which `base` calls "dense", or "before" if it was
+    sparse already."""
 
     model: Any
     tokenizer: Any
@@ -120,6 +123,7 @@ class Result:
     texts: Sequence[tuple[str, str, str]]  # prompt, what the model wrote before, and after
     stages: tuple[Stage, ...]
     notes: tuple[str, ...]
+    base: str
 
 
 def world_size(on_cpu: bool) -> int:
@@ -150,12 +154,15 @@ def _run(plan: Plan, execution: Execution, args: TrainingArguments, resumed: Pat
     texts = _texts(plan, tokenizer, args.world_size)
     check_context(model, plan.context)
     check_ids(model, [texts.calibration, texts.evaluation])
+    sparse, notes = _checked_zeros(plan, model)
     adapters = None if execution.adapters is None else execution.adapters(model)
-    notes = () if adapters is None or adapters.note is None else (adapters.note,)
+    if adapters is not None and adapters.note:
+        notes = (*notes, adapters.note)
     if args.process_index == 0:
         for line in filter(None, (execution.notice, *notes)):
             print(line, file=sys.stderr)
-    job = _Job(plan, execution, args, stages, task, replace(texts, notes=texts.notes + notes), tokenizer)
+    texts = replace(texts, notes=texts.notes + notes)
+    job = _Job(plan, execution, args, stages, task, texts, tokenizer, sparse)
     teacher = job.teacher(model)
     before = job.before(model, teacher)
     callback = job.sparsify(model)
@@ -206,12 +213,40 @@ def _checked_task(plan: Plan, model: Any, tokenizer: Any) -> Task:
             f"{type(model).__name__} is no causal language model, and the command line fine-tunes those alone. From"
             " Python: transformers.Trainer or DistillationTrainer with callbacks=[PrunerCallback(sparsity=...)]."
         )
-    task = task_for(model, tokenizer)
-    if plan.how == "hold" and not any((one.parameter == 0).any() for one in find_prunable(model)[0]):
+    return task_for(model, tokenizer)
+
+
+def _zeros(model: Any) -> tuple[float, bool]:
+    """The share of zeros in the prunable weights, and whether it makes the model sparse. Tensors that are entirely zero
+    do not: they may have been initialized so."""
+    weights = [one.parameter.detach() for one in find_prunable(model)[0]]
+    gone = {weight: weight.numel() - int(weight.count_nonzero()) for weight in weights}
+    partly = [weight for weight in weights if gone[weight] < weight.numel()]
+    sparse = sum(gone[weight] for weight in partly) > SPARSE * sum(weight.numel() for weight in partly)
+    return sum(gone.values()) / max(1, sum(weight.numel() for weight in weights)), sparse
+
+
+def _checked_zeros(plan: Plan, model: Any) -> tuple[bool, tuple[str, ...]]:
+    """Whether the model is sparse already, and a note on what becomes of its zeros. Refuses what does not fit it."""
+    share, sparse = _zeros(model)
+    if plan.how == "hold" and not share:
         raise ModelError(
             f"{plan.model} has no zeros to hold. Prune it first (secateur prune), or use --how gradual or oneshot."
         )
-    return task
+    if plan.how == "hold" or not sparse:
+        return plan.how == "hold", ()
+    already = f"{plan.model} is {share:.0%} sparse already"
+    if plan.sparsity is not None and share > plan.sparsity + ROUNDING:
+        raise ModelError(
+            f"{already}, and --sparsity {plan.sparsity:g} asks for less. Ask for more, or keep its zeros: --how hold."
+        )
+    if plan.pruning.get("regrow"):
+        raise ModelError(
+            f"{already}, and --regrow would give up all of its zeros at the first step. Leave out --regrow, which keeps"
+            " them, or fine-tune the dense model."
+        )
+    teacher = " It is also the teacher; name a dense one with --teacher." if plan.distill and not plan.teacher else ""
+    return True, (f"{already}: its zeros stay, and pruning goes on from there.{teacher}",)
 
 
 def _needed_bytes(plan: Plan, execution: Execution, model: Any) -> int:
@@ -240,6 +275,7 @@ class _Job:
     task: Task
     texts: Texts
     tokenizer: Any
+    sparse: bool  # the model was when it was loaded
 
     @property
     def main(self) -> bool:
@@ -266,7 +302,7 @@ class _Job:
         return found | ({"teacher": checksum_of_weights(teacher)} if plan.teacher and teacher is not None else {})
 
     def teacher(self, model: Any) -> Any:
-        """A frozen copy of the dense model, or the teacher that was named."""
+        """A frozen copy of the model as it was loaded, or the teacher that was named."""
         if not self.plan.distill:
             return None
         teacher = load(self.plan.teacher, packed=False)[0] if self.plan.teacher else copy.deepcopy(model)
@@ -275,9 +311,10 @@ class _Job:
     def sparsify(self, model: Any) -> PrunerCallback | None:
         """Prune once if asked; the callback that prunes or holds zeros from there on (adapters need none)."""
         plan = self.plan
-        if plan.how == "gradual":
-            return PrunerCallback(score=plan.score, sparsity=plan.sparsity, **plan.pruning)
         # Masks by name and not "zeros", which takes a tensor of zeros alone for one that is not pruned.
+        if plan.how == "gradual":
+            masks = _nonzero(model) if self.sparse else None
+            return PrunerCallback(score=plan.score, sparsity=plan.sparsity, masks=masks, **plan.pruning)
         masks = self._prune_once(model) if plan.how == "oneshot" else _nonzero(model)
         return None if plan.lora else PrunerCallback(sparsity=None, masks=masks)
 
@@ -338,7 +375,7 @@ class _Job:
             model=model, tokenizer=self.tokenizer, report=report, masks=masks, measure=self.task.measure,
             before=before.figure, after=after, evaluated=len(self.texts.evaluation), history=trainer.state.log_history,
             texts=list(zip(before.prompts, before.written, written, strict=True)), stages=tuple(self.stages.done),
-            notes=notes,
+            notes=notes, base="before" if self.sparse else "dense",
         )  # fmt: skip
 
     def _trained(self, trainer: Trainer) -> Any:
