@@ -44,7 +44,6 @@ KINDS = ("gradient", "random")  # of regrowth; not imported, because that would 
 CPU, GPU = (256, 16, 16, 4), (1024, 256, 128, 16)
 STEPS, SPARSITY, RATE, LORA_RATE, RANK = 300, 0.8, 1e-3, 2e-4, 16
 ADVICE = "Prune less (--sparsity), train for more steps (--steps), or try another --lr."
-MOST_SEED = 2**32 - 1  # Trainer seeds numpy too
 ALPHA = 0.9  # with 1 the gradient is noise until something is pruned, and Adam's state with it
 
 
@@ -82,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=positive, help="tokens in a window")
     parser.add_argument("--calibration", type=positive, metavar="N", help="windows to prune on, with --how oneshot")
     parser.add_argument("--evaluation", type=positive, metavar="N", help="windows to evaluate on")
-    add_seed(parser, MOST_SEED)
+    add_seed(parser)
     add_device(parser)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights while they train (float32)"
