@@ -81,7 +81,7 @@ def test_extended_budgets_are_marked_everywhere(tmp_path: Path, capsys: pytest.C
 def test_an_extended_row_is_marked_in_figures_and_is_not_the_best(tmp_path: Path) -> None:
     for level in (0.5, 0.8):
         make_sweep(tmp_path / str(level), {"magnitude": [2.0, 2.1], "bitter7": [1.9, 2.0]}, sparsity=level)
-    make_sweep(tmp_path / "more", {"bitter7": [1.0, 1.1]}, sparsity=0.5, budget="extended")
+    make_sweep(tmp_path / "more", {"bitter7": [1.0, 1.12]}, sparsity=0.5, budget="extended")
     found = compared(tmp_path, ["score", "sparsity", "budget"], "score=magnitude")
     assert short_names([row.label for row in found.rows])["score=bitter7, sparsity=0.5 [extended]"] == (
         "bitter7 [extended]"
@@ -155,6 +155,8 @@ def test_the_headline_is_the_best_row_against_its_baseline(tmp_path: Path, capsy
         ({"magnitude": [2.0, 2.1], "variance": [2.1, 2.3]}, "50 % sparsity: no row is better than magnitude"),
         ({"magnitude": [2.0, 2.1], "variance": [1.9, 2.15]}, "no measurable difference from magnitude; the best is"),
         ({"magnitude": [2.0], "variance": [1.9]}, "with 1 seed: too few to tell"),
+        ({"magnitude": [2.0, 2.1], "variance": [1.9, 2.0]}, "than magnitude at each of 2 seeds: without a spread"),
+        ({"magnitude": [2.0, 2.1], "variance": [2.0, 2.1]}, "50 % sparsity: no row is better than magnitude"),
         ({"magnitude": [2.0, 2.1]}, "all runs has perplexity 7.768"),
         ({"magnitude": [math.nan, 2.1]}, "no row has a finite perplexity"),
         ({"magnitude": [math.nan, 2.1], "variance": [1.9, 2.0]}, "variance is best; magnitude has no number"),
@@ -164,6 +166,12 @@ def test_headlines_of_other_outcomes(tmp_path: Path, finals: dict[str, list[floa
     found = compared(make_sweep(tmp_path, finals))
     assert said in found.findings[-1][0]
     assert render(found).startswith("<!doctype html>")
+
+
+def test_rows_that_are_alike_at_every_seed_are_said_to_be_equal(tmp_path: Path) -> None:
+    make_sweep(tmp_path, {"magnitude": [2.0, 2.1], "variance": [2.0, 2.1]})
+    ((headline, _),) = compared(tmp_path, ["score"], "score=variance").findings
+    assert headline == "50 % sparsity: magnitude equals variance at each of 2 seeds"
 
 
 def test_a_baseline_of_another_sparsity_is_named_with_it(tmp_path: Path) -> None:

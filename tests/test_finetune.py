@@ -18,11 +18,12 @@ pytest.importorskip("peft", reason="peft is not installed")
 from secateur.cli import main
 from secateur.errors import TextError
 from secateur.integrations import finetune as work
+from secateur.integrations import finetune_checkpoints as checkpoints
 from secateur.integrations import folder as models
 from secateur.integrations import transformers as hf
 from secateur.integrations.finetune_data import read_texts
 from tests import tiny
-from tests.damage import refused
+from tests.damage import refused, small_disk
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "box"]
 
@@ -192,6 +193,34 @@ def test_a_tensor_that_is_pruned_entirely_is_held_too(folder: Path) -> None:
     assert zeros()[0] == zeros()[1]
 
 
+@pytest.mark.parametrize("how", ["gradual", "oneshot"])
+def test_pruning_goes_on_from_the_zeros_of_a_sparse_model(
+    how: str, folder: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    sizes = ["--context", "16", "--calibration", "4", "--evaluation", "4", "--device", "cpu"]
+    assert main(["prune", "model", "--data", "one.txt", *sizes, "--recipe", "magnitude", "--out", "sparse"]) == 0
+    capsys.readouterr()
+    assert run("--how", how, "--sparsity", "0.6", "--lr", "0.01", model="sparse") == 0
+    before, after = hf.load_masks("sparse"), hf.load_masks("out")
+    assert all(not (mask & ~before[name]).any() for name, mask in after.items())
+    assert zeros()[0] == zeros()[1] == record_of()["pruned"] == round(0.6 * record_of()["prunable"])
+    assert record_of()["verdict"].startswith(f"Perplexity: before {record_of()['before']:.3g} -> ")
+    note = "sparse is 50% sparse already: its zeros stay, and pruning goes on from there. It is also the teacher;"
+    said = capsys.readouterr()
+    assert note in said.err
+    assert note in said.out
+    assert note in Path("out", "report.html").read_text()
+    assert "held-out perplexity, before" in said.out
+    assert not [one for one in recwarn if "grow back" in str(one.message)]
+    assert "Progress" in Path("out", "report.html").read_text()
+    refusals = {
+        "--sparsity 0.4": "sparse is 50% sparse already, and --sparsity 0.4 asks for less. Ask for more, or keep its",
+        "--regrow random": "sparse is 50% sparse already, and --regrow would give up all of its zeros at the first",
+    }
+    for words, message in refusals.items():
+        assert message in refused(capsys, run(*words.split(), model="sparse", out="other"))
+
+
 def test_a_packed_folder_is_fine_tuned_as_the_dense_one(folder: Path) -> None:
     sizes = ["--context", "16", "--calibration", "4", "--evaluation", "4", "--device", "cpu"]
     assert main(["prune", "model", "--data", "one.txt", *sizes, "--recipe", "magnitude", "--out", "sparse"]) == 0
@@ -208,30 +237,42 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-@pytest.mark.parametrize("how", ["gradual", "regrow", "oneshot", "lora"])
+def killed_at(number: int, monkeypatch: pytest.MonkeyPatch, *words: str, **options: Any) -> None:
+    """Run a command that ends at this step as a killed process does."""
+    step = work._Steps.on_step_end
+
+    def killed(self: Any, args: Any, state: Any, control: Any, **others: Any) -> None:
+        step(self, args, state, control, **others)
+        if state.global_step == number:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work._Steps, "on_step_end", killed)
+        with pytest.raises(Killed):
+            run(*words, **options)
+
+
+@pytest.mark.parametrize("how", ["gradual", "sparse", "regrow", "oneshot", "lora"])
 def test_the_same_command_continues_a_killed_run(
     how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     once_pruned = ["--how", "oneshot"]
     words = {"oneshot": once_pruned, "lora": [*once_pruned, "--lora"], "regrow": ["--regrow", "gradient"]}.get(how, [])
     words = [*words, "--sparsity", "0.5", "--checkpoint-every", "3"]
+    if how == "sparse":
+        model = hf.load("model")[0]
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.up_proj.weight[:, ::2] = 0
+                layer.self_attn.q_proj.weight.zero_()  # pruned as a whole
+        model.save_pretrained("model")
     assert run(*words, out="whole") == 0
-    step = work._Steps.on_step_end
-
-    def killed(self: Any, args: Any, state: Any, control: Any, **others: Any) -> None:
-        step(self, args, state, control, **others)
-        if state.global_step == 8:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(work._Steps, "on_step_end", killed)
-        with pytest.raises(Killed):
-            run(*words)
+    killed_at(8, monkeypatch, *words)
     assert not Path("out").exists()
     left = Path("out.checkpoints")
-    assert work.last_complete(left) == left / "checkpoint-6"
+    assert checkpoints.last_complete(left) == left / "checkpoint-6"
     shutil.copytree(left / "checkpoint-6", left / "checkpoint-7")  # killed while it was written
-    (left / "checkpoint-7" / work.COMPLETE).unlink()
+    (left / "checkpoint-7" / checkpoints.COMPLETE).unlink()
     (left / "checkpoint-7" / "trainer_state.json").unlink()
     capsys.readouterr()
     assert run(*words, "--lr", "0.5") == 2
@@ -247,6 +288,97 @@ def test_the_same_command_continues_a_killed_run(
     assert "Continued from step 6." in capsys.readouterr().out
     curves = [[(e["step"], e["loss"]) for e in record_of(out)["history"] if "loss" in e] for out in ("whole", "out")]
     assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("left", [8, 48])  # KB: too few for the weights (safetensors), too few for the moments (torch)
+def test_a_disk_that_fills_up_is_said(
+    left: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(work, "check_room", lambda *_: None)  # which would refuse so small a disk before
+    step = work._Steps.on_step_end
+
+    def filled(self: Any, args: Any, state: Any, control: Any, **others: Any) -> None:
+        step(self, args, state, control, **others)
+        if state.global_step == 4:
+            Path("disk/filler").write_bytes(bytes(shutil.disk_usage("disk").free - (left << 10)))
+
+    words = ["--sparsity", "0.5", "--checkpoint-every", "3"]
+    with small_disk(folder / "disk", 4 << 20):
+        with monkeypatch.context() as patch:
+            patch.setattr(work._Steps, "on_step_end", filled)
+            said = refused(capsys, run(*words, out="disk/out"))
+        assert "disk/out.checkpoints could not be written: its disk is full (" in said
+        assert said.endswith(" MB left). Free some space, and run the same command again: it continues from step 3.")
+        Path("disk/filler").unlink()
+        assert run(*words, out="disk/out") == 0
+        assert "Continued from step 3." in record_of("disk/out")["notes"]
+
+
+def edited(name: str, place: int) -> None:
+    """Another text under the same name, from this place on."""
+    path = Path(name)
+    whole = path.read_text()
+    path.write_text(whole[:place] + text(5)[: len(whole) - place])
+
+
+def perturbed(name: str) -> None:
+    model = hf.load(name)[0]
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] += 0.1
+    model.save_pretrained(name)
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("text held out", lambda: edited("one.txt", 0)),
+        ("text to train on", lambda: edited("one.txt", 200)),
+        ("model", lambda: perturbed("model")),
+        ("teacher", lambda: perturbed("teacher")),
+    ],
+)
+def test_a_run_is_not_continued_with_other_contents_under_the_same_names(
+    what: str, change: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree("model", "teacher")
+    words = ["--sparsity", "0.5", "--checkpoint-every", "3", "--teacher", "teacher"]
+    killed_at(5, monkeypatch, *words)
+    shutil.copytree(folder, folder / "before", ignore=lambda *_: ["before"])
+    capsys.readouterr()
+    change()
+    said = refused(capsys, run(*words))
+    assert "out.checkpoints holds a run that began with other contents under the same names: the " in said
+    assert f"the {what}" in said
+    assert "remove that folder, or name another --out" in said
+    for name in ("one.txt", "model", "teacher"):
+        if Path(name).is_dir():
+            shutil.rmtree(name)
+            shutil.copytree(f"before/{name}", name)
+        else:
+            shutil.copy(f"before/{name}", name)
+    assert run(*words) == 0
+    assert "Continued from step 3." in record_of()["notes"]
+
+
+def test_contents_may_change_before_the_first_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was trained yet that could be continued: the figure before is that of the new text."""
+    words = ["--sparsity", "0.5", "--checkpoint-every", "3"]
+    killed_at(2, monkeypatch, *words)
+    edited("one.txt", 0)
+    assert run(*words) == 0
+    assert run(*words, out="anew") == 0
+    assert record_of()["before"] == record_of("anew")["before"]
+
+
+def test_a_run_begun_by_an_earlier_version_is_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It recorded names alone."""
+    words = ["--sparsity", "0.5", "--checkpoint-every", "3"]
+    killed_at(5, monkeypatch, *words)
+    path = Path("out.checkpoints", "before.json")
+    record = json.loads(path.read_text())
+    del record["contents"]
+    path.write_text(json.dumps(record))
+    assert run(*words) == 0
 
 
 def once(function: Any) -> Any:
@@ -293,6 +425,9 @@ def once(function: Any) -> Any:
         ("--tracker trackio", "--tracker trackio: it is not installed"),
         ("--steps none", "must be a whole number of at least 1, got 'none'"),
         ("--teacher ./gone", "There is no folder ./gone"),
+        ("--seed -1", "must be a whole number from 0 to 4294967295, got '-1'"),
+        ("--seed 4294967296", "must be a whole number from 0 to 4294967295, got '4294967296'"),
+        ("--seed one", "must be a whole number from 0 to 4294967295, got 'one'"),
     ],
 )
 def test_what_is_said(folder: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,5 +474,50 @@ def test_models_that_are_not_causal_are_refused(folder: Path, capsys: pytest.Cap
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
     tiny.bert().save_pretrained("masked")
     tokenizer.save_pretrained("masked")
-    assert "BertForMaskedLM is no causal language model" in refused(capsys, run(model="masked"))
+    for _ in range(2):
+        assert "BertForMaskedLM is no causal language model" in refused(capsys, run(model="masked"))
+        tiny.tokenizer().save_pretrained("masked")  # without a mask token, which it would not need either
     assert "There is no folder ./nowhere" in refused(capsys, run(model="./nowhere"))
+
+
+def save_model(kind: str, folder: str, **changes: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")
+    model(model.config_class(vocab_size=97, hidden_size=16, num_hidden_layers=2, **changes)).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+
+
+def test_adapters_leave_out_what_cannot_be_masked_and_say_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stacked experts: PEFT adapts them as well, by arithmetic that cannot be masked."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    save_model("Mixtral", "mixture", intermediate_size=24, num_local_experts=2, **heads)
+    words = ["--how", "oneshot", "--sparsity", "0.5", "--lora", "--checkpoint-every", "3"]
+    killed_at(8, monkeypatch, *words, model="mixture")
+    pruned = hf.load("out.checkpoints/pruned")[0].state_dict()
+    assert run(*words, model="mixture") == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("LoRA adapters")]
+    assert note.startswith("LoRA adapters cannot be masked on 69% of the prunable weights, so those do not train: ")
+    assert all(f"2 layers alike: model.layers.*.mlp.experts.{one}" in note for one in ("gate_up_proj", "down_proj"))
+    assert note in record_of()["notes"]
+    assert zeros()[0] == zeros()[1] > 0
+    trained = hf.load("out")[0].state_dict()
+    same = {name for name, weight in trained.items() if torch.equal(weight, pruned[name])}
+    assert {name for name in trained if "experts" in name} <= same
+    assert not {name for name in same if "self_attn" in name}
+
+
+def test_a_model_whose_layers_cannot_be_adapted_is_refused_before_it_is_pruned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*given: Any, **options: Any) -> Any:
+        raise AssertionError("pruned all the same")
+
+    monkeypatch.setattr(work, "prune", never)
+    save_model("Mamba", "mamba", state_size=4)
+    said = refused(capsys, run("--how", "oneshot", "--lora", model="mamba"))
+    assert "MambaForCausalLM cannot be trained with --lora: " in said
+    assert said.endswith(" Leave out --lora.")
+    assert not Path("out.checkpoints").exists()

@@ -157,8 +157,8 @@ def test_stories_are_held_out_and_their_order_depends_on_the_seed_alone() -> Non
 
 def test_rivals_are_compared_in_pairs() -> None:
     cells = [
-        {"name": name, "seed": seed, "perplexity": (5 + seed) * factor, "dense": 4.0}
-        for name, factor in (("gradual variance", 1.0), ("oneshot", 0.9), ("other", 1.2))
+        {"name": name, "seed": seed, "perplexity": (5 + seed) * (factor + spread * (seed - 1)), "dense": 4.0}
+        for name, factor, spread in (("gradual variance", 1.0, 0.0), ("oneshot", 0.9, 1e-3), ("other", 1.2, 1e-3))
         for seed in range(3)
     ]
     header, lines = rivals.rows(cells)

@@ -20,7 +20,7 @@ import peft
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from secateur.errors import ModelError, SecateurError
-from secateur.integrations import peft as kept
+from secateur.integrations import masked_lora as kept
 from secateur.integrations.peft import keep_zeros, load
 from tests import tiny
 
@@ -551,6 +551,41 @@ def test_peft_alone_loads_it_with_a_warning(saved: tuple[Path, Tensor]) -> None:
         model = PeftModel.from_pretrained(pruned(), folder).eval()
     assert off(output(model), expected) > 1e-3  # the dense adapter is another one
     assert torch.equal(output(keep_zeros(model)), expected)
+
+
+def checkered(flip: int) -> Any:
+    """A model of which every second weight is zero, so that all rows and all columns have as many."""
+    torch.manual_seed(0)
+    model = tiny.llama()
+    with torch.no_grad():
+        for weight in (w for name, w in model.named_parameters() if "proj" in name):
+            weight[sum(torch.meshgrid(*map(torch.arange, weight.shape), indexing="ij")) % 2 == flip] = 0
+    return model
+
+
+def test_zeros_in_other_places_are_refused_though_each_row_and_column_has_as_many(tmp_path: Path) -> None:
+    config = LoraConfig(target_modules=["q_proj", "up_proj"], r=4, task_type="CAUSAL_LM")
+    keep_zeros(get_peft_model(checkered(0), config)).save_pretrained(tmp_path)
+    assert load(checkered(0), tmp_path) is not None
+    with pytest.raises(ModelError, match="this base has as many in other places"):
+        load(checkered(1), tmp_path)
+
+
+def test_an_adapter_of_an_earlier_version_loads_with_a_warning(
+    saved: tuple[Path, Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has no checksum of places: the number of zeros is compared."""
+    folder, expected = saved
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["secateur_zeros"] = {"zeros": config["secateur_zeros"]["zeros"], "checksum": 1}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert torch.equal(output(load(pruned(), folder).eval()), expected)
+    assert "was saved by an earlier version of Secateur" in caplog.text
+    base = pruned()
+    with torch.no_grad():
+        base.model.layers[1].mlp.up_proj.weight.fill_(1)
+    with pytest.raises(ModelError, match="zeros in its layers; this base has"):
+        load(base, folder)
 
 
 @pytest.mark.parametrize("other", ["more zeros", "other zeros"])

@@ -21,10 +21,10 @@ def test_differences_are_those_of_the_paired_t_test(pairs: list[tuple[float, flo
     values, base = (dict(enumerate(column)) for column in zip(*pairs, strict=True))
     found = difference(values, base)
     assert found is not None
-    assert found.interval is not None
     apart = numpy.subtract(list(values.values()), list(base.values()))
     assert math.isclose(found.mean, apart.mean(), abs_tol=1e-12)
     if apart.std() > 1e-9 * max(1, abs(apart.mean())):  # scipy gives NaN or warns where all differences are equal
+        assert found.interval is not None
         expected = stats.ttest_rel(list(values.values()), list(base.values())).confidence_interval(0.95)
         assert numpy.allclose(found.interval, expected, rtol=1e-9, atol=1e-9)
         if min(abs(expected.low), abs(expected.high)) > 1e-9:  # nearer to zero, rounding decides
@@ -60,9 +60,20 @@ def test_only_common_seeds_are_paired() -> None:
     assert difference({1: 1.0}, {2: 1.0}) is None
 
 
-def test_equal_differences_leave_no_doubt_and_infinite_ones_no_interval() -> None:
-    same = difference({0: 2.0, 1: 3.0}, {0: 1.0, 1: 2.0})
-    assert same == Difference(1.0, (1.0, 1.0), 2, 1.5)
+@pytest.mark.parametrize("seeds", [2, 3, 8])
+def test_differences_without_any_spread_are_no_evidence(seeds: int) -> None:
+    """0.3 - 0.2 and 0.2 - 0.1 differ in their last bit: equal but for rounding."""
+    ours, theirs = ({seed: 0.1 * (seed + more) for seed in range(seeds)} for more in (2, 1))
+    found = difference(ours, theirs)
+    assert found is not None
+    assert found.mean == pytest.approx(0.1)
+    assert (found.interval, found.pairs) == (None, seeds)
+    assert verdict(found, True) == verdict(found, False) == "inconclusive"
+    assert scatter({"ours": ours, "theirs": theirs}) is None
+    assert difference(ours, ours) == Difference(0.0, None, seeds, pytest.approx(0.1 * (seeds + 3) / 2))
+
+
+def test_infinite_differences_have_no_interval() -> None:
     ruined = difference({0: math.inf, 1: 3.0}, {0: 1.0, 1: 2.0})
     assert ruined is not None
     assert ruined.interval is None

@@ -448,6 +448,10 @@ def test_a_second_training_of_the_model_keeps_its_zeros(tmp_path: Path) -> None:
     trainer(tmp_path / "again", callback, model=model).train()
     assert zeros(model, masks) == pytest.approx(0.5, abs=1e-3)
     assert callback.pruner.sparsity == pytest.approx(0.5, abs=1e-3)
+    trainer(tmp_path / "held", PrunerCallback(masks=callback.pruner.masks, sparsity=None), model=model).train()
+    assert zeros(model, masks) == pytest.approx(0.5, abs=1e-3)
+    with pytest.warns(UserWarning, match="the zeros will grow back"):  # a new callback knows nothing of the masks
+        trainer(tmp_path / "new", PrunerCallback(sparsity=0.5), model=model).train()
     trainer(tmp_path / "other", callback, model=llama(1)).train()  # another model starts dense
     assert callback.pruner.updates[0].asked < 0.5
 

@@ -30,7 +30,8 @@ from secateur.cli.prune import RECOMMENDED, read_recipe
 from secateur.errors import library
 from secateur.files import write
 from secateur.integrations.evaluation import perplexity
-from secateur.integrations.finetune import Execution, Plan, finetune, remove_checkpoints
+from secateur.integrations.finetune import Execution, Plan, finetune
+from secateur.integrations.finetune_checkpoints import remove_checkpoints
 from secateur.integrations.finetune_data import split_windows
 from secateur.integrations.folder import load
 from secateur.integrations.text import read_text, token_pieces

@@ -29,12 +29,12 @@ from secateur.cli.options import (
 )
 from secateur.cli.prune import RECOMMENDED, Verdict, read_recipe
 from secateur.cli.train import TRACKERS
-from secateur.errors import SecateurError, library
+from secateur.errors import ModelError, SecateurError, library
 from secateur.files import check_folder, claimed
 from secateur.schedules import check_sparsity
 
 if TYPE_CHECKING:
-    from secateur.integrations.finetune import Plan, Result
+    from secateur.integrations.finetune import Adapters, Plan, Result
 
 SUMMARY = "fine-tune a model on a text while it becomes sparse"
 EXAMPLE = "secateur finetune smollm2 --data builtin --sparsity 0.8 --steps 300 --out smollm2-80"
@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_share,
         help=f"share of the dense model's predictions in the loss, the rest is the text ({ALPHA})",
     )
-    parser.add_argument("--teacher", metavar="MODEL", help="the model to distill from (MODEL itself, dense)")
+    parser.add_argument("--teacher", metavar="MODEL", help="the model to distill from (MODEL as it is before)")
     parser.add_argument(
         "--lora", action="store_true", help=f"train LoRA adapters of rank {RANK} that keep the zeros, then merge them"
     )
@@ -218,7 +218,8 @@ def _notice(options: argparse.Namespace, kind: str) -> str | None:
 def _run_in(folder: Path, options: argparse.Namespace) -> int:
     import torch
 
-    from secateur.integrations.finetune import Execution, finetune, remove_checkpoints, world_size
+    from secateur.integrations.finetune import Execution, finetune, world_size
+    from secateur.integrations.finetune_checkpoints import remove_checkpoints
 
     on_cpu = training_on_cpu(options.device)
     kind = "cpu" if on_cpu or not torch.accelerator.is_available() else str(torch.accelerator.current_accelerator())
@@ -226,7 +227,7 @@ def _run_in(folder: Path, options: argparse.Namespace) -> int:
     execution = Execution(
         folder=folder.with_name(f"{folder.name}.checkpoints"), on_cpu=kind == "cpu",
         checkpoint_every=options.checkpoint_every, tracker=None if options.tracker == "none" else options.tracker,
-        adapt=_with_adapters if options.lora else None, notice=_notice(options, kind),
+        adapters=_adapters if options.lora else None, notice=_notice(options, kind),
     )  # fmt: skip
     if execution.tracker == "tensorboard":  # Trainer would write into the folder of checkpoints, which goes
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder.with_name(f"{folder.name}.tensorboard")))
@@ -238,14 +239,40 @@ def _run_in(folder: Path, options: argparse.Namespace) -> int:
     return 0
 
 
-def _with_adapters(model: Any) -> Any:
-    """LoRA on every linear layer but the output, masked by the zeros of the weights."""
+def _adapters(model: Any) -> Adapters:
+    """LoRA on every linear layer but the output, masked by the zeros of the weights. Layers that cannot be masked, such
+    as stacked experts, get none."""
     import peft
 
-    from secateur.integrations.peft import keep_zeros
+    from secateur.integrations.finetune import Adapters
+    from secateur.integrations.peft import keep_zeros, maskable_layers
 
     config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-    return keep_zeros(peft.get_peft_model(model, config))
+    try:
+        config.target_modules = maskable_layers(model, config)
+    except ValueError as error:  # PEFT knows models that it cannot adapt
+        raise _not_adapted(model, str(error)) from error
+    if not config.target_modules:
+        raise _not_adapted(model, "none of its layers can have an adapter that keeps zeros.")
+    return Adapters(lambda pruned: keep_zeros(peft.get_peft_model(pruned, config)), _left_out(model, config))
+
+
+def _not_adapted(model: Any, why: str) -> ModelError:
+    return ModelError(f"{type(model).__name__} cannot be trained with --lora: {why} Leave out --lora.")
+
+
+def _left_out(model: Any, config: Any) -> str | None:
+    """The prunable weights without an adapter, in a sentence."""
+    from secateur.model.prunable import find_prunable
+    from secateur.report import collapse
+
+    found = find_prunable(model)[0]
+    without = [one for one in found if one.name.removesuffix(".weight") not in config.target_modules]
+    if not without:
+        return None
+    share = sum(one.parameter.numel() for one in without) / sum(one.parameter.numel() for one in found)
+    names = ", ".join(row[0] for row in collapse([(one.name,) for one in without], least=2))
+    return f"LoRA adapters cannot be masked on {share:.0%} of the prunable weights, so those do not train: {names}."
 
 
 def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace) -> None:
@@ -254,9 +281,8 @@ def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace)
     from secateur.integrations.folder import save
     from secateur.report import text_table
 
-    base = "dense" if plan.how != "hold" else "before"
     found = Verdict(
-        result.measure, result.before, result.after, result.report.sparsity, _vocabulary(result), base, ADVICE
+        result.measure, result.before, result.after, result.report.sparsity, _vocabulary(result), result.base, ADVICE
     )
     title = f"{options.model} fine-tuned at {result.report.sparsity:.1%} sparsity"
     lines = (str(found), *found.warnings)
@@ -265,7 +291,10 @@ def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace)
         "report.json": to_json(lines, plan, result, options.invocation),
         "report.html": to_html(title, lines, plan, result, options.invocation),
     }
-    measures = [(f"held-out {result.measure}, {base}", result.before), (f"{result.measure}, fine-tuned", result.after)]
+    measures = [
+        (f"held-out {result.measure}, {result.base}", result.before),
+        (f"{result.measure}, fine-tuned", result.after),
+    ]
     texts[CARD] = model_card(
         folder.name, result.model, report=result.report, measures=measures, command=options.invocation
     )

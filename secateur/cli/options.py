@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TEXTS = "a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT], or builtin"
 MODELS = "a folder, a name on the Hugging Face hub, or smollm2"
+MOST_SEED = 2**32 - 1
 INTERRUPTED = 130  # the exit code of a process ended by Ctrl-C
 INTERRUPTED_LINE = "secateur: interrupted"
 
@@ -76,6 +77,13 @@ def sparsity(text: str) -> float:
         raise argparse.ArgumentTypeError(f"must be a fraction such as 0.5, got {text!r}") from None
 
 
+def seed(text: str) -> int:
+    """A whole number that torch and numpy take as a seed: numpy's have 32 bits."""
+    if not text.isascii() or not text.isdigit() or int(text) > MOST_SEED:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {MOST_SEED}, got {text!r}")
+    return int(text)
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", help="cpu, cuda, cuda:1, mps, xpu, ... (auto: a GPU if there is one)"
@@ -87,7 +95,7 @@ def add_sparsity(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_seed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, help="of everything random (0)")
+    parser.add_argument("--seed", type=seed, help="of everything random (0)")
 
 
 def add_out(parser: argparse.ArgumentParser, text: str, **settings: Any) -> None:

@@ -295,7 +295,8 @@ class Verdict:
         if self._perplexity(self.after) > limit >= self._perplexity(self.before):
             return (f"Quality collapsed: worse than guessing uniformly among {limit:,} tokens. {advice}",)
         if grown > COLLAPSED:
-            return (f"Quality collapsed: the perplexity is {_short(grown)} times that of the dense model. {advice}",)
+            whose = "of the dense model" if self.base == "dense" else self.base
+            return (f"Quality collapsed: the perplexity is {_short(grown)} times that {whose}. {advice}",)
         return ()
 
     def _perplexity(self, figure: float) -> float:

@@ -63,7 +63,7 @@ def perplexity(
             f"Perplexity needs windows [count, context] of two tokens or more and a batch of 1 or more; got"
             f" {list(windows.shape)} and {batch}."
         )
-    if _is_masked(model) or _is_encoder_decoder(model):
+    if not is_causal(model):
         raise ModelError(f"{type(model).__name__} sees the tokens that it predicts; perplexity needs a causal model.")
     check_context(model, windows.shape[1])
     check_ids(model, [windows])
@@ -105,6 +105,11 @@ def task_for(model: nn.Module, tokenizer: Any) -> Task:
             raise ModelError(f"{kind} predicts masked tokens, and its tokenizer has no mask token. Add one to it.")
         return _by_own_loss("loss", f", {MASKED:.0%} of tokens masked", partial(_masked, mask))
     return Task("perplexity", "", lambda windows, batch: list(windows.split(batch)), perplexity)
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether a model of text predicts each token from those before it alone."""
+    return not (_is_masked(model) or _is_encoder_decoder(model))
 
 
 def _is_encoder_decoder(model: nn.Module) -> bool:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,25 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_callback import PrinterCallback
 
-from secateur.errors import ModelError, StateError
-from secateur.files import check_room, read_json, write
+from secateur.errors import ModelError
+from secateur.files import check_room, write
 from secateur.integrations.distillation import DistillationTrainer
-from secateur.integrations.evaluation import Task, check_context, reading, task_for
+from secateur.integrations.evaluation import Task, check_context, is_causal, reading, task_for
+from secateur.integrations.finetune_checkpoints import (
+    BEFORE,
+    CHECKPOINT,
+    COMPLETE,
+    PRUNED,
+    Before,
+    checksum_of_text,
+    checksum_of_weights,
+    claim_plan,
+    has_work,
+    read_before,
+    remove_checkpoints,
+    saying_if_full,
+    step_of,
+)
 from secateur.integrations.finetune_data import Texts, Windows, read_texts
 from secateur.integrations.folder import load, save, saved_bytes
 from secateur.integrations.transformers import PrunerCallback
@@ -35,13 +49,13 @@ from secateur.progress import Stage, Stages
 from secateur.pruner import Pruner
 from secateur.report import Report
 
-PLAN, BEFORE, COMPLETE, PRUNED = "plan.json", "before.json", "complete", "pruned"  # in the folder of checkpoints
-CHECKPOINT = "checkpoint-"
 KEPT = 2  # checkpoints
 EVALUATIONS = 5  # of the held-out windows while training
 POINTS = 200  # of the loss in the history
 PROMPT, ANSWER = 32, 48  # tokens of the texts that are generated before and after
 TEXTS = 2  # such texts
+SPARSE = 0.1  # share of exact zeros above which a model counts as pruned already
+ROUNDING = 1e-3  # by which the sparsity of a model may exceed the one it was pruned to
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,7 @@ class Plan:
     recipe: Mapping[str, Any]  # of secateur.prune, for "oneshot"
     distill: bool
     alpha: float  # share of the distance to the teacher in the loss; the rest is cross entropy
-    teacher: str | None  # None: the model itself, dense
+    teacher: str | None  # None: the model itself, as it is loaded
     lora: bool
     steps: int
     batch: int
@@ -73,6 +87,14 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """What adds adapters that keep zeros to a pruned model, and a note on what they leave out."""
+
+    add: Callable[[Any], Any]
+    note: str | None = None
+
+
+@dataclass(frozen=True)
 class Execution:
     """Where and how a plan runs; it may differ when a run is continued."""
 
@@ -80,13 +102,14 @@ class Execution:
     on_cpu: bool
     checkpoint_every: int
     tracker: str | None
-    adapt: Callable[[Any], Any] | None = None  # adds LoRA adapters that keep zeros
+    adapters: Callable[[Any], Adapters] | None = None  # those for a model, asked before it is pruned
     notice: str | None = None  # to show once the model and the texts are there
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leads to. `before` is the figure of the dense model, or of the one given if zeros are held."""
+    """What a run leads to. `before` is the figure of the model given, which `base` calls "dense", or "before" if it was
+    sparse already."""
 
     model: Any
     tokenizer: Any
@@ -100,6 +123,7 @@ class Result:
     texts: Sequence[tuple[str, str, str]]  # prompt, what the model wrote before, and after
     stages: tuple[Stage, ...]
     notes: tuple[str, ...]
+    base: str
 
 
 def world_size(on_cpu: bool) -> int:
@@ -110,11 +134,11 @@ def world_size(on_cpu: bool) -> int:
 def finetune(plan: Plan, execution: Execution) -> Result | None:
     """Run a plan, or continue it; the result in the main process, None in the others."""
     args = _arguments(plan, execution)
-    resumed = _claim_plan(plan, execution.folder, args.process_index == 0)
+    resumed = claim_plan(asdict(plan), execution.folder, args.process_index == 0)
     try:
         return _run(plan, execution, args, resumed)
     except Exception:
-        if not _has_work(execution.folder):  # a mistake, such as a text that is not there
+        if not has_work(execution.folder):  # a mistake, such as a text that is not there
             remove_checkpoints(execution.folder)
         raise
 
@@ -130,32 +154,26 @@ def _run(plan: Plan, execution: Execution, args: TrainingArguments, resumed: Pat
     texts = _texts(plan, tokenizer, args.world_size)
     check_context(model, plan.context)
     check_ids(model, [texts.calibration, texts.evaluation])
-    if execution.notice and args.process_index == 0:
-        print(execution.notice, file=sys.stderr)
-    job = _Job(plan, execution, args, stages, task, texts, tokenizer)
+    sparse, notes = _checked_zeros(plan, model)
+    adapters = None if execution.adapters is None else execution.adapters(model)
+    if adapters is not None and adapters.note:
+        notes = (*notes, adapters.note)
+    if args.process_index == 0:
+        for line in filter(None, (execution.notice, *notes)):
+            print(line, file=sys.stderr)
+    texts = replace(texts, notes=texts.notes + notes)
+    job = _Job(plan, execution, args, stages, task, texts, tokenizer, sparse)
     teacher = job.teacher(model)
-    before = job.before(model)
+    before = job.before(model, teacher)
     callback = job.sparsify(model)
-    if execution.adapt is not None:
+    if adapters is not None:
         set_seed(plan.seed)  # adapters begin at random
-        model = execution.adapt(model)
+        model = adapters.add(model)
     trainer = job.trainer(model, teacher, callback)
-    with stages.stage("fine-tune", plan.steps) as tick:
+    with saying_if_full(execution.folder), stages.stage("fine-tune", plan.steps) as tick:
         trainer.add_callback(_Steps(tick))
         trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     return job.finish(trainer, callback, before, stored, resumed)
-
-
-def last_complete(folder: Path) -> Path | None:
-    """The newest checkpoint that was written to its end."""
-    found = [path for path in folder.glob(f"{CHECKPOINT}*") if (path / COMPLETE).is_file()]
-    return max(found, key=lambda path: int(path.name.removeprefix(CHECKPOINT)), default=None)
-
-
-def remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints of a run whose model is saved."""
-    if (folder / PLAN).is_file():
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _arguments(plan: Plan, execution: Execution) -> TrainingArguments:
@@ -189,44 +207,46 @@ def _arguments(plan: Plan, execution: Execution) -> TrainingArguments:
     )
 
 
-def _has_work(folder: Path) -> bool:
-    """Whether there is something to continue from."""
-    return last_complete(folder) is not None or (folder / PRUNED).is_dir()
-
-
-def _claim_plan(plan: Plan, folder: Path, main: bool) -> Path | None:
-    """The checkpoint to continue from. Refuses a folder in which another plan has got somewhere."""
-    mine = json.loads(json.dumps(asdict(plan)))
-    begun = mine
-    if (folder / PLAN).exists():
-        begun = read_json(folder / PLAN, dict, StateError, f"Remove {folder}, and start again.")
-    odd = sorted(name for name in mine.keys() | begun.keys() if begun.get(name) != mine.get(name))
-    if odd and _has_work(folder):
-        changed = ", ".join(f"{name} {begun.get(name)} (now {mine.get(name)})" for name in odd)
-        raise StateError(
-            f"{folder} holds a run that began with other settings: {changed}. Finish it with the command that began"
-            " it, remove that folder, or name another --out."
-        )
-    if main:
-        if odd:
-            remove_checkpoints(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        write(folder / PLAN, json.dumps(mine, indent=2) + "\n")
-    return last_complete(folder)
-
-
 def _checked_task(plan: Plan, model: Any, tokenizer: Any) -> Task:
-    task = task_for(model, tokenizer)
-    if task.measure != "perplexity":
+    if not is_causal(model):
         raise ModelError(
             f"{type(model).__name__} is no causal language model, and the command line fine-tunes those alone. From"
             " Python: transformers.Trainer or DistillationTrainer with callbacks=[PrunerCallback(sparsity=...)]."
         )
-    if plan.how == "hold" and not any((one.parameter == 0).any() for one in find_prunable(model)[0]):
+    return task_for(model, tokenizer)
+
+
+def _zeros(model: Any) -> tuple[float, bool]:
+    """The share of zeros in the prunable weights, and whether it makes the model sparse. Tensors that are entirely zero
+    do not: they may have been initialized so."""
+    weights = [one.parameter.detach() for one in find_prunable(model)[0]]
+    gone = {weight: weight.numel() - int(weight.count_nonzero()) for weight in weights}
+    partly = [weight for weight in weights if gone[weight] < weight.numel()]
+    sparse = sum(gone[weight] for weight in partly) > SPARSE * sum(weight.numel() for weight in partly)
+    return sum(gone.values()) / max(1, sum(weight.numel() for weight in weights)), sparse
+
+
+def _checked_zeros(plan: Plan, model: Any) -> tuple[bool, tuple[str, ...]]:
+    """Whether the model is sparse already, and a note on what becomes of its zeros. Refuses what does not fit it."""
+    share, sparse = _zeros(model)
+    if plan.how == "hold" and not share:
         raise ModelError(
             f"{plan.model} has no zeros to hold. Prune it first (secateur prune), or use --how gradual or oneshot."
         )
-    return task
+    if plan.how == "hold" or not sparse:
+        return plan.how == "hold", ()
+    already = f"{plan.model} is {share:.0%} sparse already"
+    if plan.sparsity is not None and share > plan.sparsity + ROUNDING:
+        raise ModelError(
+            f"{already}, and --sparsity {plan.sparsity:g} asks for less. Ask for more, or keep its zeros: --how hold."
+        )
+    if plan.pruning.get("regrow"):
+        raise ModelError(
+            f"{already}, and --regrow would give up all of its zeros at the first step. Leave out --regrow, which keeps"
+            " them, or fine-tune the dense model."
+        )
+    teacher = " It is also the teacher; name a dense one with --teacher." if plan.distill and not plan.teacher else ""
+    return True, (f"{already}: its zeros stay, and pruning goes on from there.{teacher}",)
 
 
 def _needed_bytes(plan: Plan, execution: Execution, model: Any) -> int:
@@ -244,15 +264,6 @@ def _texts(plan: Plan, tokenizer: Any, processes: int) -> Texts:
     )  # fmt: skip
 
 
-@dataclass
-class _Before:
-    """The model before: its figure on the held-out windows, and what it wrote."""
-
-    figure: float
-    prompts: list[str] = field(default_factory=list)
-    written: list[str] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class _Job:
     """The stages of one run."""
@@ -264,25 +275,34 @@ class _Job:
     task: Task
     texts: Texts
     tokenizer: Any
+    sparse: bool  # the model was when it was loaded
 
     @property
     def main(self) -> bool:
         return bool(self.args.process_index == 0)
 
-    def before(self, model: Any) -> _Before:
+    def before(self, model: Any, teacher: Any) -> Before:
         """Evaluate the model as it was loaded, or read what an interrupted run found."""
-        path = self.execution.folder / BEFORE
-        if path.exists():
-            return _Before(**read_json(path, dict, StateError, f"Remove {path}, and run it again."))
-        figure = self._judge(model, "before")
-        prompts, written = self._write(model)
-        found = _Before(figure, prompts, written)
-        if self.main:
-            write(path, json.dumps(asdict(found)) + "\n")
+        given = self._contents(model, teacher)
+        found = read_before(self.execution.folder, given)
+        if found is None:
+            found = Before(self._judge(model, "before"), *self._write(model), given)
+            if self.main:
+                write(self.execution.folder / BEFORE, json.dumps(asdict(found)) + "\n")
         return found
 
+    def _contents(self, model: Any, teacher: Any) -> dict[str, str]:
+        """Checksums of what the run is given: what has the same name may have been replaced since it began."""
+        plan, texts = self.plan, self.texts
+        first = texts.calibration
+        if isinstance(texts.train, Windows):  # as many as one process needs: there may be another number of them
+            first = texts.train.rows[: plan.steps * plan.batch * plan.accumulate]
+        held_out, trained = map(checksum_of_text, (texts.evaluation, first))
+        found = {"text held out": held_out, "text to train on": trained, "model": checksum_of_weights(model)}
+        return found | ({"teacher": checksum_of_weights(teacher)} if plan.teacher and teacher is not None else {})
+
     def teacher(self, model: Any) -> Any:
-        """A frozen copy of the dense model, or the teacher that was named."""
+        """A frozen copy of the model as it was loaded, or the teacher that was named."""
         if not self.plan.distill:
             return None
         teacher = load(self.plan.teacher, packed=False)[0] if self.plan.teacher else copy.deepcopy(model)
@@ -291,9 +311,10 @@ class _Job:
     def sparsify(self, model: Any) -> PrunerCallback | None:
         """Prune once if asked; the callback that prunes or holds zeros from there on (adapters need none)."""
         plan = self.plan
-        if plan.how == "gradual":
-            return PrunerCallback(score=plan.score, sparsity=plan.sparsity, **plan.pruning)
         # Masks by name and not "zeros", which takes a tensor of zeros alone for one that is not pruned.
+        if plan.how == "gradual":
+            masks = _nonzero(model) if self.sparse else None
+            return PrunerCallback(score=plan.score, sparsity=plan.sparsity, masks=masks, **plan.pruning)
         masks = self._prune_once(model) if plan.how == "oneshot" else _nonzero(model)
         return None if plan.lora else PrunerCallback(sparsity=None, masks=masks)
 
@@ -331,7 +352,7 @@ class _Job:
         return trainer
 
     def finish(
-        self, trainer: Trainer, callback: PrunerCallback | None, before: _Before, stored: torch.dtype, resumed: Any
+        self, trainer: Trainer, callback: PrunerCallback | None, before: Before, stored: torch.dtype, resumed: Any
     ) -> Result | None:
         """Evaluate what was trained, in the dtype it is saved in."""
         model = self._trained(trainer)
@@ -349,12 +370,12 @@ class _Job:
             report = callback.report()
         notes = self.texts.notes
         if resumed:
-            notes = (*notes, f"Continued from step {resumed.name.removeprefix(CHECKPOINT)}.")
+            notes = (*notes, f"Continued from step {step_of(resumed)}.")
         return Result(
             model=model, tokenizer=self.tokenizer, report=report, masks=masks, measure=self.task.measure,
             before=before.figure, after=after, evaluated=len(self.texts.evaluation), history=trainer.state.log_history,
             texts=list(zip(before.prompts, before.written, written, strict=True)), stages=tuple(self.stages.done),
-            notes=notes,
+            notes=notes, base="before" if self.sparse else "dense",
         )  # fmt: skip
 
     def _trained(self, trainer: Trainer) -> Any:

@@ -32,13 +32,12 @@ def curve(history: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, 
 
 def figures(plan: Plan, result: Result) -> list[tuple[str, str]]:
     """The run in a table: what it reached, and with which settings."""
-    base = "dense" if plan.how != "hold" else "before"
     tokens = plan.steps * plan.batch * plan.accumulate * plan.context
     loss = f"distillation (alpha {plan.alpha:g})" if plan.distill else "cross entropy"
     kind = plan.pruning.get("regrow")
     regrowth = f", regrowth by {kind}" if kind == "gradient" else ", random regrowth" if kind else ""
     rows = [
-        (f"held-out {result.measure}, {base}", f"{result.before:,.6g}"),
+        (f"held-out {result.measure}, {result.base}", f"{result.before:,.6g}"),
         (f"held-out {result.measure}, fine-tuned", f"{result.after:,.6g}"),
         ("ratio", f"{result.after / result.before:.4f}" if result.before else "-"),
         ("sparsity, of the prunable weights", f"{result.report.sparsity:.4%}"),
@@ -83,9 +82,10 @@ def to_html(title: str, lines: Sequence[str], plan: Plan, result: Result, comman
     """The page: figures, curves, texts side by side, and sparsity by layer. It fetches nothing."""
     held_out = perplexities(result.history)
     ratios = [(0.0, 1.0), *((step, value / result.before) for step, value in held_out)] if result.before else []
-    base = "the dense model's" if plan.how != "hold" else "that before fine-tuning"
+    dense = result.base == "dense"
+    base = "the dense model's" if dense else "that before fine-tuning"
     charts = [
-        _figure("Distance from dense" if plan.how != "hold" else "Progress",
+        _figure("Distance from dense" if dense else "Progress",
                 f"Held-out perplexity over {base}, by step; 1 is equal.", ratios),
         _figure("Sparsity", "Of the prunable weights, by step.", curve(result.history, "sparsity")),
         _figure("Loss", "Of training batches, by step.", curve(result.history, "loss")),

@@ -257,7 +257,10 @@ def explanations(tables: Sequence[Table], measure: Measure) -> list[str]:
         f" in percent: of the baseline's {whole}.",
     ]
     if any(entry.verdict == UNKNOWN for entry in entries):
-        lines.append(f"{UNKNOWN}: the interval contains zero, or fewer than two seeds are shared.")
+        lines.append(
+            f"{UNKNOWN}: the interval contains zero, or there is none, because fewer than two seeds are shared or the"
+            " difference is the same at each of them."
+        )
     intervals = [entry for entry in entries if entry.difference is not None and entry.difference.interval is not None]
     if len(intervals) > 1:
         lines.append(f"Intervals are not corrected for multiple comparisons: of many {PERCENT} intervals, some miss.")
@@ -434,8 +437,12 @@ def _against_baseline(best: Entry, names: Mapping[str, str], measure: Measure, r
         shown = written(share, "+.1f", " %").replace(" %", f" % {measure.name}")
         return f"no measurable difference from {base}; the best is {name}, {shown}"
     size = f"{abs(share.mean):.1f} % {'lower' if share.mean < 0 else 'higher'} {measure.name} than {base}"
+    if found.pairs == 1:
+        return f"{name} has {size}, with 1 seed: too few to tell"
+    if share.interval is None and found.mean == 0:
+        return f"{name} equals {base} at each of {found.pairs} seeds"
     if share.interval is None:
-        return f"{name} has {size}, with {found.pairs} seed: too few to tell"
+        return f"{name} has {size} at each of {found.pairs} seeds: without a spread there is no interval"
     around = written(share, "+.1f").partition(" ")[2]
     return f"{name} {'has' if best.verdict == BETTER else 'is best, with'} {size} {around}"
 

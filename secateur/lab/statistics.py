@@ -11,6 +11,7 @@ from secateur.errors import library
 
 CONFIDENCE = 0.95
 OUTLIER = 10.0  # times the median row's sum of squares; with three seeds, chance exceeds it in one row of a thousand
+ROUNDING = 1e-12  # spread of equal numbers after a subtraction, relative to the largest of them; seeds spread far more
 BETTER, WORSE, UNKNOWN = "better", "worse", "inconclusive"
 Interval = tuple[float, float]
 
@@ -34,7 +35,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference(Estimate):
-    """Mean of paired differences; without an interval for fewer than two pairs, or if a value is not finite."""
+    """Mean of paired differences. Without an interval for fewer than two pairs, if a value is not finite, and if all
+    differences are equal: an interval of no width would be a certainty that a few pairs cannot give."""
 
     pairs: int
     base: float  # mean of the baseline over the same pairs
@@ -59,7 +61,8 @@ class Scatter:
 
 
 def scatter(rows: Mapping[str, Mapping[int, float]]) -> Scatter | None:
-    """Two-way analysis of variance by row and seed, over the seeds that all rows share; None for fewer than two.
+    """Two-way analysis of variance by row and seed, over the seeds that all rows share; None for fewer than two, and
+    where the rows differ by the same amount at every seed.
 
     It assumes that rows are equally noisy, so outliers are left out.
     """
@@ -72,8 +75,10 @@ def scatter(rows: Mapping[str, Mapping[int, float]]) -> Scatter | None:
     usual = statistics.median(squares.values())
     kept = {name: row for name, row in values.items() if squares[name] <= OUTLIER * usual} if usual > 0 else values
     freedom = (len(kept) - 1) * (len(seeds) - 1)
-    total = math.fsum(_squares_left(list(kept.values())))
-    return Scatter(math.sqrt(total / freedom), freedom, len(seeds), tuple(name for name in rows if name not in kept))
+    deviation = math.sqrt(math.fsum(_squares_left(list(kept.values()))) / freedom)
+    if _vanishes(deviation, [value for row in kept.values() for value in row]):
+        return None
+    return Scatter(deviation, freedom, len(seeds), tuple(name for name in rows if name not in kept))
 
 
 def _squares_left(values: Sequence[Sequence[float]]) -> list[float]:
@@ -100,11 +105,17 @@ def difference(values: Mapping[int, float], base: Mapping[int, float]) -> Differ
     if not common:
         return None
     found = spread([values[seed] - base[seed] for seed in common])
-    reach = 0.0
-    if found.deviation is not None:
-        reach = student(found.count - 1) * found.deviation / math.sqrt(found.count)
-    interval = None if found.deviation is None else (found.mean - reach, found.mean + reach)
-    return Difference(found.mean, interval, found.count, spread([base[seed] for seed in common]).mean)
+    mean = spread([base[seed] for seed in common]).mean
+    everything = [side[seed] for side in (values, base) for seed in common]
+    if found.deviation is None or _vanishes(found.deviation, everything):
+        return Difference(found.mean, None, found.count, mean)
+    reach = student(found.count - 1) * found.deviation / math.sqrt(found.count)
+    return Difference(found.mean, (found.mean - reach, found.mean + reach), found.count, mean)
+
+
+def _vanishes(deviation: float, values: Sequence[float]) -> bool:
+    """Whether a deviation of sums and differences of these values is no more than rounding."""
+    return deviation <= ROUNDING * max(map(abs, values))
 
 
 def student(freedom: int, confidence: float = CONFIDENCE) -> float:
@@ -114,7 +125,7 @@ def student(freedom: int, confidence: float = CONFIDENCE) -> float:
 
 
 def verdict(found: Difference | None, higher_is_better: bool) -> str:
-    """Better or worse if the interval excludes zero, otherwise inconclusive."""
+    """Better or worse if there is an interval and it excludes zero, otherwise inconclusive."""
     if found is None or found.interval is None or found.interval[0] <= 0 <= found.interval[1]:
         return UNKNOWN
     return BETTER if (found.mean > 0) == higher_is_better else WORSE
