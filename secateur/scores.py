@@ -285,7 +285,7 @@ def fisher(weight: Tensor, exp_avg_sq: Tensor) -> Tensor:
 
 @score
 def gradient(weight: Tensor, gradient: Tensor) -> Tensor:
-    """|w| |g|: what the loss would change by, to first order, if the weight were gone"""
+    """|w| |g|: what the loss of a batch would change by, to first order, if the weight were gone; |g| is the mean"""
     return weight.abs() * gradient
 
 

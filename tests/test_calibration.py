@@ -215,3 +215,18 @@ def test_a_memory_limit_that_has_no_effect_is_refused(work: Callable[..., Any]) 
     batches = [(torch.randn(2, 4), torch.randn(2, 4))]
     with pytest.raises(FactError, match="memory limits CUDA devices and has no effect on cpu"):
         work(nn.Sequential(nn.Linear(4, 4)), batches, memory="1GB", only="*")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"limit": -1}, "limit must be the number of batches to take, at least 1; got -1"),
+        ({"limit": 1.5}, "limit must be .* got 1.5"),
+        ({"loss": "mse"}, "loss must be a function of model and batch; got 'mse'"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(FactError, match=said):
+        sc.prune(nn.Linear(4, 4), [(torch.randn(2, 4), torch.randn(2, 4))] * 2, sparsity=0.5, **settings)
+    with pytest.raises(ModelError, match="A torch.nn.Module is needed, not a str"):
+        sc.prune("folder", [torch.randn(2, 4)])  # type: ignore[arg-type]

@@ -401,6 +401,10 @@ def test_a_vocabulary_smaller_than_the_ids() -> None:
             sc.prune(model, batches)
     with pytest.raises(ModelError, match="token id 16"):
         sc.probe(model, IDS)
+    with pytest.raises(ModelError, match="token id 16"):
+        sc.prune(model, [(IDS, IDS)])
+    with pytest.raises(ModelError, match="token id -"):
+        sc.prune(model, [{"input_ids": IDS.clamp(max=11) - 12, "labels": IDS}])
 
 
 def test_token_ids_alone_for_models_that_need_more() -> None:

@@ -347,3 +347,14 @@ def test_a_scratch_weight_that_became_too_small_is_kept(monkeypatch: pytest.Monk
     large = gpu.scratch(torch.device("cpu"), torch.float32, 4, 4)
     assert large.data_ptr() != small.data_ptr()
     assert [one.data_ptr() for one in gpu._OUTGROWN] == [small.data_ptr()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [96, 128])
+def test_inputs_without_rows_give_outputs_without_rows(columns: int, dtype: torch.dtype) -> None:
+    layer = nn.Linear(columns, 8, dtype=dtype)
+    with torch.no_grad():
+        layer.weight.mul_(torch.rand(8, columns) < 0.3)
+    packed = nn.Sequential(layer)
+    sc.pack(packed)
+    assert packed(torch.randn(0, columns).to(dtype)).shape == (0, 8)

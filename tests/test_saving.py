@@ -812,3 +812,19 @@ def test_layers_of_zeros_alone_in_any_dtype(tmp_path: Path, dtype: torch.dtype) 
     assert torch.equal(logits(sc.unpack(loaded)), expected)
     loaded.save_pretrained(tmp_path / "b")
     assert torch.equal(logits(sc.load(tmp_path / "b", packed=False)), expected)
+
+
+def test_buffers_named_like_parts_of_a_packed_weight_survive(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 32))
+            self.register_buffer("weight_mask", torch.rand(16, 32) < 0.3)
+            self.register_buffer("weight_scale", torch.ones(16))
+
+    model, into = Masked(), Masked()
+    with torch.no_grad():
+        model.weight.mul_(model.weight_mask)  # type: ignore[arg-type]
+    sc.save(model, tmp_path / "saved")
+    sc.load(tmp_path / "saved", into=into)
+    assert all(torch.equal(into.state_dict()[name], tensor) for name, tensor in model.state_dict().items())

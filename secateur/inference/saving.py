@@ -195,8 +195,10 @@ def _write_module(model: nn.Module, folder: Path, packed: bool, int8: bool) -> N
             if not packed:
                 return weight.dense()
             return forms.with_int8(weight) if int8 else weight
-        turned = name in transposed
-        return pack_weight(weight, int8=int8, transposed=turned) if packed and smaller(weight) else weight
+        taken = any(name + suffix in state for suffix in PARTS)  # names of the model's own
+        if not packed or taken or not smaller(weight):
+            return weight
+        return pack_weight(weight, int8=int8, transposed=name in transposed)
 
     write_weights(folder, Lazy([name for name in state if name not in parts and name not in aliases], made))
     write(

@@ -42,7 +42,7 @@ from secateur.integrations.finetune_data import Texts, Windows, read_texts
 from secateur.integrations.folder import load, save, saved_bytes
 from secateur.integrations.transformers import PrunerCallback
 from secateur.model.prunable import find_prunable
-from secateur.model.transfer import load_masks
+from secateur.model.transfer import SPARSE, load_masks
 from secateur.oneshot.batches import check_ids
 from secateur.oneshot.prune import prune
 from secateur.progress import Stage, Stages
@@ -54,7 +54,6 @@ EVALUATIONS = 5  # of the held-out windows while training
 POINTS = 200  # of the loss in the history
 PROMPT, ANSWER = 32, 48  # tokens of the texts that are generated before and after
 TEXTS = 2  # such texts
-SPARSE = 0.1  # share of exact zeros above which a model counts as pruned already
 ROUNDING = 1e-3  # by which the sparsity of a model may exceed the one it was pruned to
 
 

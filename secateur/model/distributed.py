@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from secateur.errors import ShardError
+from secateur.errors import ModelError, ShardError
 from secateur.selection.exact import ALONE, Peers
 from secateur.selection.masks import INTEGERS
 
@@ -121,6 +121,8 @@ def _dtensor_type() -> Any:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside DistributedDataParallel and torch.compile, whose wrappers prefix every name."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"A torch.nn.Module is needed, not a {type(model).__name__}.")
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ShardError(
             "FullyShardedDataParallel flattens weights into vectors. Shard with torch's fully_shard (FSDP2) instead."

@@ -33,6 +33,8 @@ def take_batches(batches: Iterable[Batch] | Tensor, limit: int | None = None) ->
     """The first `limit` batches (all by default) as a list. A tensor of token ids is split into its rows."""
     if not isinstance(batches, Iterable):
         raise FactError(f"batches must be a loader, a list of batches or a tensor of ids, not {batches!r}.")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise FactError(f"limit must be the number of batches to take, at least 1; got {limit!r}.")
     taken = list(batches.split(1)[:limit]) if isinstance(batches, Tensor) else list(islice(batches, limit))
     if not taken:
         raise FactError("There are no batches to calibrate with. Pass a loader, a list of batches or a tensor of ids.")
@@ -154,7 +156,7 @@ def padding_masks(model: nn.Module, batch: Batch) -> list[Tensor]:
 
 
 def check_ids(model: nn.Module, batches: Iterable[Batch]) -> None:
-    """Refuse token ids beyond the embedding: they would raise an IndexError, or abort a CUDA process."""
+    """Refuse token ids outside the embedding: they would raise an IndexError, or abort a CUDA process."""
     ask = getattr(model, "get_input_embeddings", None)
     try:
         table = ask() if callable(ask) else None
@@ -163,17 +165,20 @@ def check_ids(model: nn.Module, batches: Iterable[Batch]) -> None:
     if not isinstance(table, nn.Embedding):
         return
     rows = table.num_embeddings
-    highest = max((int(ids.max()) for batch in batches if (ids := _ids_in(batch)) is not None), default=0)
-    if highest >= rows:
+    found = [ids for batch in batches if (ids := _ids_in(batch)) is not None]
+    outside = [i for ids in found for i in (int(ids.min()), int(ids.max())) if not 0 <= i < rows]
+    if outside:
         raise ModelError(
-            f"The batches have token id {highest:,}, and the embedding of {type(model).__name__} has {rows:,} rows. The"
-            " tokenizer belongs to another model, or has tokens that this one was not resized for:"
+            f"The batches have token id {outside[0]:,}, and the embedding of {type(model).__name__} has {rows:,} rows."
+            " The tokenizer belongs to another model, or has tokens that this one was not resized for:"
             " model.resize_token_embeddings(len(tokenizer))."
         )
 
 
 def _ids_in(batch: Batch) -> Tensor | None:
     """The token ids of a text batch; None with images or audio, whose placeholders may have other ids."""
+    if isinstance(batch, tuple | list) and batch:
+        batch = batch[0]  # a pair of inputs and targets
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     values = batch.values() if isinstance(batch, Mapping) else [batch]
     if any(isinstance(value, Tensor) and value.is_floating_point() for value in values):

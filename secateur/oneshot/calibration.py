@@ -164,6 +164,8 @@ class CalibratedModel:
         self.stages = Stages(self.device, settings.progress and self.ranks.rank == 0)
 
     def _choose_loss(self, settings: CalibrationSettings) -> None:
+        if settings.loss is not None and not callable(settings.loss):
+            raise FactError(f"loss must be a function of model and batch; got {settings.loss!r}.")
         self.loss = settings.loss or standard_loss
         self.forward = settings.loss or run_model  # without gradients, labels are not needed either
         fp32 = {site.parameter.dtype for site in self.sites} == {torch.float32}
