@@ -158,12 +158,12 @@ class Listener:
         return evaluate
 
     def _after(self, number: int) -> None:
+        self.note_weights()  # also at the second call, as a subclass may write masks after its parent's step
         if number not in self._stepping:
             return
         self._stepping.discard(number)
         skipped = was_skipped(self._optimizers[number])
         self._facts.settle_movement(number, taken=not skipped)
-        self.note_weights()
         if skipped:
             return
         self._clock.tick(number)
