@@ -184,6 +184,7 @@ def test_killed_and_continued_to_the_same_files(source: str, tmp_path: Path) -> 
     assert not [child for child in children if _runs(child)]
     assert not out.exists()
     done = sum(entry["tokens"] for part in json.loads(progress.read_text())["files"].values() for entry in part)
+    (progress.parent / ".progress.json.0123abcd.tmp").touch()  # as a kill in the middle of a write leaves
     meta = prepare(source, out, tokenizer, workers=1)
     assert 0 < done < sum(meta["tokens"].values())
     assert files(out) == files(tmp_path / "whole")

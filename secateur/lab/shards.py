@@ -158,6 +158,8 @@ class Unfinished:
     def _kept(self, overwrite: bool) -> dict[str, Any]:
         """What an earlier call of the same job left; an error if it was another job."""
         path = self.folder / PROGRESS
+        for left in self.folder.glob(f".{PROGRESS}.*.tmp"):  # by a kill in the middle of a write
+            left.unlink()
         if not path.exists():
             return {}
         kept: dict[str, Any] = read_json(path, dict, advice=f"Delete {self.folder} to begin again.")
