@@ -60,6 +60,66 @@ def test_openvino_gives_the_same_logits(tmp_path: Path, capsys: pytest.CaptureFi
     torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-6)
 
 
+def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three rows of 9, 6 and 4 real tokens, and their mask."""
+    ids = torch.randint(1, tiny.VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(9) < torch.tensor([[9], [6], [4]])).long()
+    return ids, mask.flip(1) if side == "left" else mask
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_openvino_gives_the_same_logits_of_padded_batches(tmp_path: Path, side: str) -> None:
+    """Rows of masks that hide everything once gave NaN, which spread to real tokens."""
+    openvino = pytest.importorskip("openvino")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.MistralConfig(
+        **sizes, num_key_value_heads=2, vocab_size=tiny.VOCABULARY + 1, sliding_window=4, max_position_embeddings=32
+    )
+    for name, model in (("a", tiny.llama()), ("b", transformers.MistralForCausalLM(config)), ("c", tiny.gpt2())):
+        used = model.eval().config._attn_implementation
+        exporters.export_for("openvino", model, tmp_path / name)
+        assert model.config._attn_implementation == used != "eager"
+        compiled = openvino.Core().compile_model(
+            tmp_path / name / "openvino_model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+        )
+        ids, mask = padded(side)
+        with torch.no_grad():
+            expected = model(input_ids=ids, attention_mask=mask).logits
+        found = torch.from_numpy(compiled([ids.numpy(), mask.numpy()])[0])
+        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_export_that_is_wrong_for_padded_batches_alone_is_refused(side: str) -> None:
+    model = exporters._Logits(sparsify(tiny.llama(num_hidden_layers=1)))
+
+    def wrong(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hides = (mask[:, 0] if side == "left" else mask[:, -1]) == 0
+        return torch.where(hides[:, None, None], torch.nan, model(ids, mask))
+
+    with pytest.raises(ModelError, match=f"differ by .* in a batch padded on the {side}. Nothing was written"):
+        exporters._checked("It", model, wrong)
+
+    def other_at_padding(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask[..., None] == 0, torch.nan, model(ids, mask))
+
+    assert exporters._checked("It", model, other_at_padding) == 0  # nobody reads those
+
+
+def test_attention_is_restored_if_the_export_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    openvino = pytest.importorskip("openvino")
+    model, during = tiny.llama(num_hidden_layers=1), []
+
+    def fail(*_: Any, **__: Any) -> None:
+        during.append(model.config._attn_implementation)
+        raise RuntimeError("no such operation")
+
+    monkeypatch.setattr(openvino, "convert_model", fail)
+    with pytest.raises(ModelError, match="OpenVINO cannot express LlamaForCausalLM: RuntimeError: no such operation"):
+        exporters.export_for("openvino", model, tmp_path / "a")
+    assert (during, model.config._attn_implementation) == (["eager"], "sdpa")
+
+
 def test_a_model_that_computes_something_else_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The check of the logits, with a runtime that is slightly wrong, and with one that gives NaN."""
     model = exporters._Logits(sparsify(tiny.llama(num_hidden_layers=1)))

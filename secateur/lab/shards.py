@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from secateur.errors import DataError, TextError
-from secateur.files import check_room, read_json, resuming, write
+from secateur.files import check_room, clear, read_json, resuming, write
 from secateur.integrations.text import DocumentStream
 from secateur.lab.encoding import CODES, Encoded, Encoding, dtype_for, encode_blocks, read_tokenizer, vocabulary_of
 from secateur.progress import ProgressBar
@@ -158,8 +158,7 @@ class Unfinished:
     def _kept(self, overwrite: bool) -> dict[str, Any]:
         """What an earlier call of the same job left; an error if it was another job."""
         path = self.folder / PROGRESS
-        for left in self.folder.glob(f".{PROGRESS}.*.tmp"):  # by a kill in the middle of a write
-            left.unlink()
+        clear(path)
         if not path.exists():
             return {}
         kept: dict[str, Any] = read_json(path, dict, advice=f"Delete {self.folder} to begin again.")
