@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -166,7 +167,9 @@ def test_killed_and_continued(grid: Path, tmp_path: Path, capsys: pytest.Capture
     assert main(["sweep", str(grid), "--out", str(tmp_path / "whole"), "--cpu"]) == 0
     command = [sys.executable, "-m", "secateur", "sweep", str(grid), "--out", str(tmp_path / "broken"), "--cpu"]
     first = tmp_path / "broken" / "score=magnitude-seed=0" / "summary.json"
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+    quiet = subprocess.DEVNULL
+    same = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums round alike
+    with subprocess.Popen(command, cwd=ROOT, env=same, stderr=quiet, stdout=quiet) as process:
         deadline = time.monotonic() + 120
         while not first.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
