@@ -7,13 +7,14 @@ normalization statistics are frozen; modes, gradients and `requires_grad` flags 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from secateur.errors import FactError, ModelError
 from secateur.selection.exact import sent
@@ -307,10 +308,19 @@ def parameters_in_bf16(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def restore_on_error() -> Iterator[list[Callable[[], None]]]:
+def hooked(registrations: Iterable[Callable[[], RemovableHandle]]) -> Iterator[None]:
+    """Calls these functions, each of which registers a hook; removes the hooks on exit, also if not all were made."""
+    with ExitStack() as stack:
+        for register in registrations:
+            stack.callback(register().remove)
+        yield
+
+
+@contextmanager
+def restore_on_error(model: nn.Module) -> Iterator[list[Callable[[], None]]]:
     """On any exception, also Ctrl-C, calls the functions that were appended to the list, last one first.
 
-    Restores torch's modes too: Ctrl-C between the body of a `with` and its exit skips that exit.
+    Restores torch's modes too, and removes hooks: Ctrl-C between the body of a `with` and its exit skips that exit.
     """
     undo: list[Callable[[], None]] = []
     restore_modes = _modes_now()
@@ -318,9 +328,20 @@ def restore_on_error() -> Iterator[list[Callable[[], None]]]:
         yield undo
     except BaseException:
         restore_modes()
+        if isinstance(model, nn.Module):
+            _remove_hooks(model)
         for step in reversed(undo):
             step()
         raise
+
+
+def _remove_hooks(model: nn.Module) -> None:
+    """Remove the hooks that functions of this package made for calibration, and no others."""
+    tables = [table for module in model.modules() for table in (module._forward_pre_hooks, module._forward_hooks)]
+    tables += [parameter._post_accumulate_grad_hooks or {} for parameter in model.parameters()]
+    for table in tables:
+        for number in [n for n, hook in table.items() if getattr(hook, "__module__", "").startswith(__package__)]:
+            del table[number]
 
 
 def _modes_now() -> Callable[[], None]:
