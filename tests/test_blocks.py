@@ -88,7 +88,7 @@ class FailsOnLarge(nn.Module):
 
 
 def two_batches(error: Exception) -> Chain:
-    return Chain([FailsOnLarge(error)], [torch.ones(2, 3)] * 2, [[((), {})]] * 2, [[], []])
+    return Chain([FailsOnLarge(error)], [torch.ones(2, 3)] * 2, [[((), {})]] * 2, [{}, {}])
 
 
 @pytest.mark.parametrize("error", NO_SHAPE_ERRORS, ids=lambda error: type(error).__name__)

@@ -243,7 +243,7 @@ def test_a_tensor_with_a_number_for_each_row_is_not_merged() -> None:
             return x * scale[:, None]
 
     scale = torch.tensor([1.0, 2.0])
-    chain = Chain([Scaled()], [torch.ones(2, 3)] * 2, [[((scale,), {})]] * 2, [[], []])
+    chain = Chain([Scaled()], [torch.ones(2, 3)] * 2, [[((scale,), {})]] * 2, [{}, {}])
     assert len(chain.merged(1 << 20).states) == 2
 
 

@@ -6,6 +6,7 @@ projections and stacked experts all work without a list of classes. Padded posit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from secateur.errors import FactError
 from secateur.model.distributed import SOLO, Ranks
 from secateur.model.prunable import Prunable
-from secateur.oneshot.batches import Batch, device_of, eval_mode, padding_masks, to_device
+from secateur.oneshot.batches import DECODER, INPUT, Batch, Padding, device_of, eval_mode, padding_masks, to_device
 
 # Positions of an operation's two factors. `linear` contracts the last dimension of both, all others the last of the
 # left factor with the last but one of the right factor.
@@ -51,6 +52,12 @@ NAMES = ("input", "weight", "mat1", "mat2", "batch1", "batch2", "other")
 INDEXING = (torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select)  # how tokens go to an expert
 # Functions that read a tensor's metadata and do not compute with its values.
 METADATA = {"__get__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
+# Names of weights that read what the decoder of an encoder-decoder reads; but keys and values of its cross-attention,
+# one weight in GPT-2, read what the encoder made.
+DECODER_WEIGHT = re.compile(r"decoder|lm_head|proj_out")
+CROSS_ATTENTION = re.compile(
+    r"(cross_?att|encoder_?att|EncDecAtt|multihead_att)\w*\.(\w+\.)*((k|v|kv|key|value)(_proj|_lin)?(\.|_weight)|c_attn)"
+)
 
 Calls = dict[str, list[Tensor]]  # the inputs of every weight, one tensor per call
 
@@ -68,8 +75,8 @@ class InputStatistics(TorchFunctionMode):
         super().__init__()
         self.watch(sites)
         self._products = products
-        self._padding: list[Tensor] = []
-        self._indexed: Tensor | None = None  # of the rows that were last indexed, which are not padding
+        self._padding: Padding = {}
+        self._indexed: Padding = {}  # of the rows that were last indexed, which are not padding
         self.touched: set[str] = set()
         self.squares: dict[str, Tensor] = {}
         self.tokens: dict[str, Tensor] = {}
@@ -82,9 +89,9 @@ class InputStatistics(TorchFunctionMode):
         self._watched = list(sites)
         self._index()
 
-    def start_batch(self, padding: Sequence[Tensor]) -> None:
-        """Start a batch with these masks `[batch, positions]`, False at padding; none if nothing is padded."""
-        self._padding, self._indexed = list(padding), None
+    def start_batch(self, padding: Padding) -> None:
+        """Start a batch with these masks; none if nothing is padded."""
+        self._padding, self._indexed = dict(padding), {}
 
     def finish_batch(self, ranks: Ranks, device: torch.device) -> None:
         """Add the sums of this batch to the totals, and those of the other ranks' batches."""
@@ -141,7 +148,7 @@ class InputStatistics(TorchFunctionMode):
         """Intercept below autograd, where torch's attention computes on [positions, batch, features]."""
         padding = self._padding
         try:
-            self._padding = [mask.t() for mask in padding] if func is ATTENTION else padding
+            self._padding = {name: mask.t() for name, mask in padding.items()} if func is ATTENTION else padding
             with _DispatchProducts(self):
                 yield
         finally:
@@ -187,20 +194,21 @@ class InputStatistics(TorchFunctionMode):
         """Remember which of the rows that an expert gets from `[batch x positions, features]` are not padding."""
         values = [v for value in (*args, *kwargs.values()) for v in (value if isinstance(value, tuple) else [value])]
         rows = [value for value in values if isinstance(value, Tensor) and value.ndim == 1]
-        mask = next((mask for mask in self._padding if mask.numel() == source.shape[0]), None)
-        if mask is not None and len(rows) == 1 and source.ndim == 2:
-            self._indexed = mask.flatten()[rows[0]]
+        masks = {name: mask for name, mask in self._padding.items() if mask.numel() == source.shape[0]}
+        if masks and len(rows) == 1 and source.ndim == 2:
+            self._indexed = {name: mask.flatten()[rows[0]] for name, mask in masks.items()}
 
     def _without_padding(self, site: Prunable, inputs: Tensor) -> Tensor:
         """The inputs without padded positions; all of them if they are not laid out like the batch."""
-        masks = self._padding if "decoder" not in site.name else self._padding[::-1]
-        for mask in masks:
+        order = (INPUT, DECODER) if reads_input(site.name) else (DECODER, INPUT)  # the other if only its shape fits
+        for mask in (self._padding[name] for name in order if name in self._padding):
             if inputs.ndim > 2 and inputs.shape[:2] == mask.shape:
                 return inputs[mask]
             if inputs.ndim > 1 and inputs.shape[-2] == mask.numel():
                 return inputs[..., mask.flatten(), :]
-        if masks and self._indexed is not None and inputs.ndim == 2 and len(inputs) == len(self._indexed):
-            return inputs[self._indexed]
+        for rows in (self._indexed[name] for name in order if name in self._indexed):
+            if inputs.ndim == 2 and len(inputs) == len(rows):
+                return inputs[rows]
         return inputs
 
     def add(self, site: Prunable, first: int, inputs: Tensor) -> None:
@@ -308,6 +316,11 @@ class PairedInputs(InputStatistics):
     def sync(self, ranks: Ranks) -> None:
         """Make `unpaired` the same on every rank."""
         self.unpaired |= self._on_any_rank(ranks, self.unpaired)
+
+
+def reads_input(name: str) -> bool:
+    """Whether a weight of an encoder-decoder reads the encoder's positions, by its name."""
+    return not DECODER_WEIGHT.search(name) or bool(CROSS_ATTENTION.search(name))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from secateur.model.distributed import SOLO, Ranks
 from secateur.model.prunable import Prunable
-from secateur.oneshot.batches import Batch, device_of, eval_mode, hooked, is_out_of_memory, padding_masks, to_device
+from secateur.oneshot.batches import (
+    Batch,
+    Padding,
+    device_of,
+    eval_mode,
+    hooked,
+    is_out_of_memory,
+    padding_masks,
+    to_device,
+)
 
 MERGE_TOLERANCE = 0.02  # relative difference of outputs that bf16 and another order of summation explain
 LOSS_TOLERANCE = 1e-6  # relative difference of losses with and without skipped blocks
@@ -110,7 +119,7 @@ class Chain:
     blocks: list[nn.Module]
     states: list[Tensor]
     arguments: list[list[tuple[tuple[Any, ...], dict[str, Any]]]]  # by batch, then by block
-    padding: list[list[Tensor]]  # masks of every batch, False at padding
+    padding: list[Padding]  # masks of every batch
     autocast: torch.dtype | None = None  # the dtype of autocast, if it was on
     _mergeable: dict[int, bool] = field(default_factory=dict, repr=False)  # by the first batch of a group
 
@@ -152,7 +161,8 @@ class Chain:
 
         The trial is needed because the first dimension need not be the batch.
         """
-        if not _equal(self.arguments[one], self.arguments[other]) or len(self.padding[one]) != len(self.padding[other]):
+        shapes = [{name: mask.shape[1:] for name, mask in self.padding[b].items()} for b in (one, other)]
+        if not _equal(self.arguments[one], self.arguments[other]) or shapes[0] != shapes[1]:
             return False
         if one not in self._mergeable:
             apart = torch.cat([self.run(0, one), self.run(0, other)])
@@ -176,9 +186,9 @@ def _is_shape_error(error: Exception) -> bool:
     return not is_out_of_memory(error) and (type(error) is RuntimeError or not isinstance(error, RuntimeError))
 
 
-def _concatenated(masks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _concatenated(masks: Sequence[Padding]) -> Padding:
     """Padding masks of several batches as those of one."""
-    return [torch.cat(batches) for batches in zip(*masks, strict=True)]
+    return {name: torch.cat([batch[name] for batch in masks]) for name in masks[0]}
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -23,7 +23,7 @@ from secateur.errors import FactError, PatternError
 from secateur.model.distributed import Ranks
 from secateur.model.prunable import Prunable, Unfit, unfit_for
 from secateur.oneshot.activations import Calls, ForwardDone, InputRecorder, PairedInputs
-from secateur.oneshot.batches import Batch, eval_mode, padding_masks, to_device
+from secateur.oneshot.batches import Batch, Padding, eval_mode, padding_masks, to_device
 from secateur.oneshot.blocks import Chain, capture_chain
 from secateur.oneshot.calibration import CalibratedModel
 from secateur.oneshot.offload import moved
@@ -169,7 +169,7 @@ class Segment:
     sites: list[Prunable]
     batches: int  # of this rank
     turns: int  # batches of the rank that has most
-    padding: Callable[[int], list[Tensor]]  # masks of a batch, False at padding
+    padding: Callable[[int], Padding]  # masks of a batch
     run: Callable[[int], Any]
     run_dense: Callable[[int, InputRecorder], Any] | None = None
     advance: Callable[[], None] = lambda: None
