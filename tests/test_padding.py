@@ -265,3 +265,33 @@ def test_attention_of_torch_reads_positions_first() -> None:
     for site in sites:
         assert found[0].tokens[site.name].tolist() == found[1].tokens[site.name].tolist()
         torch.testing.assert_close(found[0].norms(site), found[1].norms(site))
+
+
+def test_queries_and_keys_of_torchs_decoder_layers_each_have_their_own_padding() -> None:
+    """One weight of torch's cross-attention reads the decoder's positions with some rows, the encoder's with others."""
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(64, 16)
+            self.decoder = nn.TransformerDecoderLayer(16, 2, 24, batch_first=True)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **masks: Tensor) -> Tensor:
+            memory, hidden = self.embed(input_ids), self.embed(labels)
+            hide, causal = attention_mask == 0, nn.Transformer.generate_square_subsequent_mask(labels.shape[1])
+            found: Tensor = self.decoder(hidden, memory, tgt_mask=causal, memory_key_padding_mask=hide)
+            return found
+
+    torch.manual_seed(0)
+    model = Small()
+    sites, _ = find_prunable(model, only="decoder")
+    found = []
+    for batches in (pairs_alone(True), [pairs(LONGEST, True)]):
+        statistics = InputStatistics(sites)
+        gather_inputs(model, batches, statistics, forward=run_model)
+        found.append(statistics)
+    own, text = sum(TARGETS), sum(LENGTHS)
+    assert found[0].tokens["decoder.multihead_attn.in_proj_weight"].tolist() == [own, text, text]
+    for site in sites:
+        assert found[0].tokens[site.name].tolist() == found[1].tokens[site.name].tolist(), site.name
+        torch.testing.assert_close(found[0].norms(site), found[1].norms(site))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from math import gcd, lcm
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,20 +56,36 @@ METADATA = {"__get__", "data_ptr", "dim", "element_size", "is_contiguous", "nume
 # Names of weights that read what the decoder of an encoder-decoder reads; but keys and values of its cross-attention,
 # one weight in GPT-2, read what the encoder made.
 DECODER_WEIGHT = re.compile(r"decoder|lm_head|proj_out")
+FUSED_CROSS_ATTENTION = re.compile(r"decoder.*multihead_attn\.in_proj_weight")  # of torch's decoder layers
 CROSS_ATTENTION = re.compile(
     r"(cross_?att|encoder_?att|EncDecAtt|multihead_att)\w*\.(\w+\.)*((k|v|kv|key|value)(_proj|_lin)?(\.|_weight)|c_attn)"
 )
+MOST_RANGES = 64  # parts of one weight for which X^T X is kept
 
-Calls = dict[str, list[Tensor]]  # the inputs of every weight, one tensor per call
+
+class Place(NamedTuple):
+    """The matrices of a weight that inputs belong to, `first` up to `end` of so many.
+
+    A stacked weight has a matrix for each expert, a convolution one for each group. A weight that is called by ranges
+    of its rows, as cross-attention calls the in_proj_weight of nn.MultiheadAttention, has matrices of equal size whose
+    borders are those of all ranges; any other weight is one matrix.
+    """
+
+    first: int
+    end: int
+    matrices: int
+
+
+Calls = dict[str, list[tuple[Place, Tensor]]]  # the inputs of every weight, one tensor per call
 
 
 class InputStatistics(TorchFunctionMode):
     """Inside a `with`, sums statistics of the inputs that the prunable weights are multiplied with.
 
-    By weight name: `squares` are sums of squares of every input feature, `[matrices, features]` (a matrix for each
-    expert or group of a convolution), `tokens` the number of inputs of each matrix, and, with `products`, `products`
-    are X^T X, `[matrices, features, features]`. `touched` names the weights that took part in any computation.
-    Each batch is summed separately and added to the totals by `finish_batch`, so that ranks add theirs in batch order.
+    By weight name: `squares` are sums of squares of every input feature, `[matrices, features]` (see `Place`), `tokens`
+    the number of inputs of each matrix, and, with `products`, `products` are X^T X, `[matrices, features, features]`.
+    `touched` names the weights that took part in any computation. Each batch is summed separately and added to the
+    totals by `finish_batch`, so that ranks add theirs in batch order.
     """
 
     def __init__(self, sites: Sequence[Prunable], products: bool = False) -> None:
@@ -101,10 +118,9 @@ class InputStatistics(TorchFunctionMode):
 
         def add(number: int, value: Tensor) -> None:
             kind, name = keys[number]
-            if name in self._totals[kind]:
-                self._totals[kind][name] += value
-            else:
-                self._totals[kind][name] = value if ranks.size == 1 else value.clone()  # not a view of the message
+            total = self._totals[kind].get(name)
+            value = value.clone() if total is None and ranks.size > 1 else value  # not a view of the message
+            self._totals[kind][name] = _added(total, value)
 
         ranks.share("inputs", sums, add, device)
 
@@ -135,7 +151,8 @@ class InputStatistics(TorchFunctionMode):
         elif func in CONVOLUTIONS:
             named = dict(zip(CONVOLUTION_NAMES, args, strict=False)) | kwargs
             if (site := self._site(named["weight"])) is not None:
-                self.add(site, 0, _patches(named))
+                patches = _patches(named)
+                self.add(site, Place(0, len(patches), len(patches)), patches)
         elif func in INDEXING and self._padding:
             self._follow_indexing(*args, **kwargs)
         if len(self.touched) < len(self._watched) and getattr(func, "__name__", "") not in METADATA:
@@ -183,12 +200,9 @@ class InputStatistics(TorchFunctionMode):
                 f"{site.name!r} is multiplied with {inputs.shape[-1]} features along its output dimension, not with its"
                 f" {width} inputs. Leave it out with skip=..., or use a score that reads gradients."
             )
-        inputs = self._without_padding(site, inputs.detach())
-        if stacked and weight.ndim == 3:
-            self.add(site, 0, inputs.reshape(len(weight), -1, width))
-            return
-        offset = weight.storage_offset() - site.parameter.storage_offset()
-        self.add(site, offset // site.parameter.stride(0) if stacked else 0, inputs.reshape(1, -1, width))
+        place = _place_of(site, weight, contracted)
+        inputs = self._without_padding(site, inputs.detach(), place)
+        self.add(site, place, inputs.reshape(len(weight) if stacked and weight.ndim == 3 else 1, -1, width))
 
     def _follow_indexing(self, source: Any, *args: Any, **kwargs: Any) -> None:
         """Remember which of the rows that an expert gets from `[batch x positions, features]` are not padding."""
@@ -198,9 +212,11 @@ class InputStatistics(TorchFunctionMode):
         if masks and len(rows) == 1 and source.ndim == 2:
             self._indexed = {name: mask.flatten()[rows[0]] for name, mask in masks.items()}
 
-    def _without_padding(self, site: Prunable, inputs: Tensor) -> Tensor:
+    def _without_padding(self, site: Prunable, inputs: Tensor, place: Place) -> Tensor:
         """The inputs without padded positions; all of them if they are not laid out like the batch."""
-        order = (INPUT, DECODER) if reads_input(site.name) else (DECODER, INPUT)  # the other if only its shape fits
+        order = (
+            (INPUT, DECODER) if reads_input(site.name, place) else (DECODER, INPUT)
+        )  # the other if only its shape fits
         for mask in (self._padding[name] for name in order if name in self._padding):
             if inputs.ndim > 2 and inputs.shape[:2] == mask.shape:
                 return inputs[mask]
@@ -211,39 +227,48 @@ class InputStatistics(TorchFunctionMode):
                 return inputs[rows]
         return inputs
 
-    def add(self, site: Prunable, first: int, inputs: Tensor) -> None:
+    def add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
         """Add inputs in the dtype of the product (autocast rounds them first), with sums in fp32."""
         kind = inputs.device.type
         if torch.is_autocast_enabled(kind):
             inputs = inputs.to(torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
-            self._add(site, first, inputs)
+            self._add(site, place, inputs)
 
-    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
-        """Add inputs `[matrices, tokens, features]` to the matrices of a weight from `first` on."""
-        matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else len(inputs)
-        tokens = torch.full((len(inputs),), inputs.shape[1], dtype=torch.int64, device=inputs.device)
-        self._sum("tokens", site, first, matrices, tokens)
-        self._sum("squares", site, first, matrices, inputs.float().square().sum(1))
+    def _add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
+        """Add inputs `[matrices, tokens, features]` to the matrices of a weight; those of one to all in its place."""
+        self._count(site, place, inputs)
+        self._sum("squares", site, place, inputs.float().square().sum(1))
         if self._products:
-            self._sum("products", site, first, matrices, product_of(inputs, inputs))
+            _check_ranges(site, place)
+            self._sum("products", site, place, product_of(inputs, inputs))
 
-    def _sum(self, kind: str, site: Prunable, first: int, matrices: int, value: Tensor) -> None:
-        """Add to this batch's sum for the matrices from `first` on."""
+    def _count(self, site: Prunable, place: Place, inputs: Tensor) -> None:
+        tokens = torch.full((len(inputs),), inputs.shape[1], dtype=torch.int64, device=inputs.device)
+        self._sum("tokens", site, place, tokens)
+
+    def _sum(self, kind: str, site: Prunable, place: Place, value: Tensor) -> None:
+        """Add to this batch's sum for the matrices in this place."""
         key = kind, site.name
-        if key not in self._sums and len(value) == matrices:
-            self._sums[key] = value
+        total = self._sums.get(key)
+        if total is not None and len(total) == place.matrices:
+            total[place.first : place.end] += value
             return
-        if key not in self._sums:
-            self._sums[key] = torch.zeros(matrices, *value.shape[1:], dtype=value.dtype, device=value.device)
-        self._sums[key][first : first + len(value)] += value
+        if len(value) < place.matrices:
+            part, shape = value, (place.matrices, *value.shape[1:])
+            value = torch.zeros(shape, dtype=part.dtype, device=part.device)
+            value[place.first : place.end] += part
+        self._sums[key] = _added(total, value)
 
     def reached(self, site: Prunable) -> Tensor:
-        """For each matrix of a weight, whether it had inputs; True if it computed in a way that hides them."""
-        matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else 1
+        """For each expert of a stacked weight, or once for any other weight, whether there were inputs; True if it
+        computed in a way that hides them."""
+        stacked = len(site.layout.rows) > 1
         if site.name not in self.tokens:
+            matrices = site.parameter.shape[0] if stacked else 1
             return torch.full((matrices,), site.name in self.touched, device=site.parameter.device)
-        return (self.tokens[site.name] > 0)[:matrices]
+        found = self.tokens[site.name] > 0
+        return found if stacked else found.any(0, keepdim=True)
 
     def norms(self, site: Prunable) -> Tensor:
         """Norms of input features, expanded to the shape of the weight; zero if there were no inputs."""
@@ -254,7 +279,7 @@ class InputStatistics(TorchFunctionMode):
         if len(site.layout.rows) > 1:
             return root.unsqueeze(1 if site.layout.inputs == 2 else 2).expand(shape)
         if site.layout.inputs == 0:
-            return root[0][:, None].expand(shape)
+            return root.t().repeat_interleave(shape[1] // len(root), 1) if len(root) > 1 else root.t().expand(shape)
         grouped = root.view(len(root), 1, *shape[1:]).expand(len(root), shape[0] // len(root), *shape[1:])
         return grouped.reshape(shape) if len(root) > 1 else grouped[0].expand(shape)
 
@@ -262,10 +287,8 @@ class InputStatistics(TorchFunctionMode):
 class InputCounts(InputStatistics):
     """Counts the inputs of each matrix, and nothing else."""
 
-    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
-        matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else len(inputs)
-        tokens = torch.full((len(inputs),), inputs.shape[1], dtype=torch.int64, device=inputs.device)
-        self._sum("tokens", site, first, matrices, tokens)
+    def _add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
+        self._count(site, place, inputs)
 
 
 class ForwardDone(Exception):  # noqa: N818 - control flow, not an error
@@ -279,8 +302,8 @@ class InputRecorder(InputStatistics):
         super().__init__(sites)
         self.calls: Calls = {}
 
-    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
-        self.calls.setdefault(site.name, []).append(inputs.clone())
+    def _add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
+        self.calls.setdefault(site.name, []).append((place, inputs.clone()))
 
 
 class PairedInputs(InputStatistics):
@@ -295,20 +318,20 @@ class PairedInputs(InputStatistics):
         self._expected: Calls = {}
         self._left = 0
 
-    def expect(self, dense: Mapping[str, Sequence[Tensor]]) -> None:
+    def expect(self, dense: Calls) -> None:
         """Set the dense model's inputs for the next batch; once all are paired the forward pass may end."""
         self._expected = {site.name: list(dense.get(site.name, ())) for site in self._watched}
         self._left, self._batch_unpaired = sum(map(len, self._expected.values())), False
 
-    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
-        super()._add(site, first, inputs)
+    def _add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
+        super()._add(site, place, inputs)
         waiting = self._expected.get(site.name)
-        other = waiting.pop(0) if waiting else None
-        if other is None or other.shape != inputs.shape or len(site.layout.rows) > 1:
+        there, other = waiting.pop(0) if waiting else (None, inputs)
+        if there != place or other.shape != inputs.shape or len(site.layout.rows) > 1:
             self.unpaired.add(site.name)
             self._batch_unpaired = True
         else:
-            self._sum("crosses", site, 0, len(inputs), product_of(other, inputs))
+            self._sum("crosses", site, place, product_of(other, inputs))
         self._left -= 1
         if self._left == 0 and not self._batch_unpaired:  # decided per batch: ranks do not see each other's
             raise ForwardDone
@@ -318,9 +341,46 @@ class PairedInputs(InputStatistics):
         self.unpaired |= self._on_any_rank(ranks, self.unpaired)
 
 
-def reads_input(name: str) -> bool:
-    """Whether a weight of an encoder-decoder reads the encoder's positions, by its name."""
+def reads_input(name: str, place: Place) -> bool:
+    """Whether a weight of an encoder-decoder, or this part of it, reads the encoder's positions, by its name."""
+    if FUSED_CROSS_ATTENTION.search(name):
+        return place.first > 0  # after the queries
     return not DECODER_WEIGHT.search(name) or bool(CROSS_ATTENTION.search(name))
+
+
+def _place_of(site: Prunable, weight: Tensor, contracted: int) -> Place:
+    """Which matrices of a weight this view of it is; `contracted` is the view's dimension of inputs."""
+    parameter, outputs = site.parameter, site.layout.rows[-1]
+    offset = weight.storage_offset() - parameter.storage_offset()
+    if len(site.layout.rows) > 1:
+        first = 0 if weight.ndim == 3 else offset // parameter.stride(0)
+        return Place(first, first + (len(weight) if weight.ndim == 3 else 1), len(parameter))
+    free = -3 - contracted  # the other one of the last two dimensions
+    rows, count = parameter.shape[outputs], weight.shape[free]
+    batched = any(n > 1 and step for n, step in zip(weight.shape[:-2], weight.stride()[:-2], strict=True))
+    if count == rows or batched or parameter.ndim != 2 or weight.stride(free) != parameter.stride(outputs):
+        return Place(0, 1, 1)
+    first = offset // parameter.stride(outputs)
+    size = gcd(first, count, rows)
+    return Place(first // size, (first + count) // size, rows // size)
+
+
+def _check_ranges(site: Prunable, place: Place) -> None:
+    """Refuse ranges of rows whose common size is so small that X^T X of each would not fit in memory."""
+    if place.matrices > MOST_RANGES and place.end - place.first < place.matrices and len(site.layout.rows) == 1:
+        raise FactError(
+            f"{site.name!r} is multiplied by ranges of its rows, which make {place.matrices:,} parts of equal size:"
+            f" X^T X is kept for {MOST_RANGES} at most. Leave it out with skip=..., or prune without reconstruction."
+        )
+
+
+def _added(total: Tensor | None, value: Tensor) -> Tensor:
+    """The sum of two statistics, in place where they have the same matrices; if not, the larger ones are divided."""
+    if total is None:
+        return value
+    matrices = lcm(len(total), len(value))
+    total, value = (t.repeat_interleave(matrices // len(t), 0) if len(t) < matrices else t for t in (total, value))
+    return total.add_(value)
 
 
 def _storage(tensor: Tensor) -> int:
