@@ -43,8 +43,8 @@ def lines_of(work: Callable[[], Any], stop: int | None = None) -> int:
 
 def unharmed(model: nn.Module, work: Callable[[nn.Module], Any], stops: int) -> int:
     """Interrupt some work on a model at so many lines drawn from all, the last ones among them, and check that its
-    weights and modes of torch are as they were. Returns how often it was interrupted: sometimes work takes a few lines
-    fewer than counted."""
+    weights, hooks and modes of torch are as they were. Returns how often it was interrupted: sometimes work takes a few
+    lines fewer than counted."""
     work(copy.deepcopy(model))  # the first time takes more lines
     before, lines, raised = bits(model), lines_of(lambda: work(copy.deepcopy(model))), 0
     draw = random.Random(0)
@@ -55,6 +55,7 @@ def unharmed(model: nn.Module, work: Callable[[nn.Module], Any], stops: int) -> 
         except KeyboardInterrupt:
             raised += 1
             assert modes() == (0, 0, True), (stop, modes())
+            assert hooks(mine) == 0, stop
             assert all(torch.equal(now, then) for now, then in zip(bits(mine), before, strict=True)), stop
     return raised
 
@@ -62,6 +63,12 @@ def unharmed(model: nn.Module, work: Callable[[nn.Module], Any], stops: int) -> 
 def modes() -> tuple[int, int, bool]:
     """Active function modes, active dispatch modes, and whether gradients are enabled."""
     return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(), torch.is_grad_enabled()
+
+
+def hooks(model: nn.Module) -> int:
+    """How many forward hooks the modules of a model have, and hooks for gradients its parameters."""
+    on_modules = sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+    return on_modules + sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters())
 
 
 def bits(model: nn.Module) -> list[Tensor]:

@@ -136,6 +136,114 @@ def test_attention_is_seen() -> None:
     assert set(found.squares) == set(sites)
 
 
+class Cross(nn.Module):
+    """Queries from the first 4 positions; keys and values from the others, which are one tensor or two."""
+
+    def __init__(self, apart: bool = False) -> None:
+        super().__init__()
+        self.attention, self.apart = nn.MultiheadAttention(8, 2, batch_first=True, bias=False), apart
+
+    def forward(self, both: Tensor) -> Tensor:
+        x, y = both[:, :4], both[:, 4:]
+        found: Tensor = self.attention(x, y, 2 * y if self.apart else y, need_weights=False)[0]
+        return found
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("apart", [False, True])
+def test_each_row_of_cross_attention_has_its_own_inputs(apart: bool, batch: int) -> None:
+    torch.manual_seed(0)
+    both = torch.randn(batch, 10, 8) * torch.cat([torch.ones(4), torch.full((6,), 9.0)])[:, None]
+    found, sites = watched(Cross(apart), both, products=True)
+    x, y = both[:, :4].reshape(-1, 8), both[:, 4:].reshape(-1, 8)
+    name = "attention.in_proj_weight"
+    inputs = [x, y, 2 * y if apart else y]
+    assert found.tokens[name].tolist() == [4 * batch, 6 * batch, 6 * batch]
+    for product, mine in zip(found.products[name], inputs, strict=True):
+        torch.testing.assert_close(product, mine.T @ mine, rtol=1e-4, atol=1e-3)
+    expected = torch.cat([mine.norm(dim=0).expand(8, 8) for mine in inputs])
+    torch.testing.assert_close(found.norms(sites[name]), expected)
+    assert found.reached(sites[name]).tolist() == [True]
+
+
+def test_self_attention_is_one_matrix() -> None:
+    torch.manual_seed(0)
+    layer, inputs = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 5, 8)
+    found, _ = watched(layer, inputs, products=True)
+    flat = inputs.transpose(0, 1).reshape(-1, 8)
+    assert torch.equal(found.products["self_attn.in_proj_weight"], (flat.T @ flat)[None])
+
+
+RANGES = {
+    "in order": lambda w, x: [nn.functional.linear(x[:2], w[:4]), nn.functional.linear(x[2:], w[4:])],
+    "the wider first": lambda w, x: [nn.functional.linear(x[2:], w[4:]), nn.functional.linear(x[:2], w[:4])],
+    "transposed": lambda w, x: [x[:2] @ w[:4].t(), x[2:] @ w[4:].t()],
+    "on the left": lambda w, x: [w[:4] @ x[:2].mT, w[4:] @ x[2:].mT],
+}
+
+
+@pytest.mark.parametrize("way", RANGES)
+def test_ranges_of_rows(way: str) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(5, 7, 6)
+    found, sites = watched(Sided(lambda w, x: RANGES[way](w, x)[0], (10, 6)), inputs)
+    assert found.tokens["layer.weight"].tolist() == [14, 14, 21, 21, 21]
+    norms = found.norms(sites["layer.weight"])
+    parts = ((inputs[:2], 4), (inputs[2:], 6))
+    expected = torch.cat([part.reshape(-1, 6).norm(dim=0).expand(n, 6) for part, n in parts])
+    torch.testing.assert_close(norms, expected)
+
+
+def test_rows_called_whole_and_by_ranges() -> None:
+    """In one batch and in several, in any order."""
+    torch.manual_seed(0)
+    batches = list(torch.randn(4, 7, 6))
+
+    def way(w: Tensor, x: Tensor) -> Tensor:
+        if x is batches[0]:
+            return nn.functional.linear(x, w)
+        if x is batches[1]:
+            return nn.functional.linear(x, w[6:])
+        return nn.functional.linear(x, w[:4]).sum() + nn.functional.linear(2 * x, w).sum()
+
+    model = Sided(way, (12, 6))
+    sites, _ = find_prunable(model, only="*")
+    found = InputStatistics(sites)
+    gather_inputs(model, batches, found, forward=lambda model, batch: model(batch))
+    a, b, c, d = (batch.square().sum(0) for batch in batches)
+    rows = [a + 5 * c + 5 * d] * 4 + [a + 4 * c + 4 * d] * 2 + [a + b + 4 * c + 4 * d] * 6
+    torch.testing.assert_close(found.norms(sites[0]), torch.stack(rows).sqrt())
+
+
+def test_columns_of_a_transposed_layer() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    inputs = torch.randn(5, 6)
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = transformers.pytorch_utils.Conv1D(9, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.layer.weight[:, :3] + (3 * x) @ self.layer.weight[:, 6:]
+
+    found, sites = watched(Turned(), inputs)
+    norm = inputs.norm(dim=0)[:, None].expand(6, 3)
+    torch.testing.assert_close(found.norms(sites["layer.weight"]), torch.cat([norm, 0 * norm, 3 * norm], 1))
+
+
+def test_ranges_without_a_common_size_are_refused_for_products_alone() -> None:
+    def way(w: Tensor, x: Tensor) -> Tensor:
+        return torch.cat([nn.functional.linear(x, part) for part in w.split(10)], -1)
+
+    inputs = torch.randn(4, 6)
+    found, sites = watched(Sided(way, (101, 6)), inputs)
+    torch.testing.assert_close(found.norms(sites["layer.weight"]), inputs.norm(dim=0).expand(101, 6))
+    with pytest.raises(FactError, match=r"'layer.weight' is multiplied by ranges of its rows.*skip="):
+        watched(Sided(way, (101, 6)), inputs, products=True)
+
+
 def test_a_weight_without_a_matmul() -> None:
     class Idle(nn.Module):
         def __init__(self) -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from secateur.oneshot.blocks import Chain, HiddenStates
+from secateur.oneshot.blocks import Chain, HiddenStates, find_blocks
 from secateur.oneshot.calibration import CalibratedModel
+from tests.interrupts import hooks
 from tests.trained import Tower
 
 IDS = torch.randint(0, 17, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -50,6 +51,21 @@ def test_early_blocks_run_once_and_gradients_are_the_same() -> None:
     assert calls == [4, 8, 8]
 
 
+def test_hooks_go_when_the_third_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrated, plain = CalibratedModel(Tower(), IDS), nn.Module.register_forward_pre_hook
+
+    def register(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module is calibrated.model.blocks[2]:  # type: ignore[index]
+            assert hooks(calibrated.model) == 2
+            raise KeyboardInterrupt
+        return plain(module, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "register_forward_pre_hook", register)
+    with pytest.raises(KeyboardInterrupt):
+        find_blocks(calibrated.model, IDS, calibrated.forward, calibrated.sites)
+    assert hooks(calibrated.model) == 0
+
+
 NO_SHAPE_ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory."),
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
@@ -72,7 +88,7 @@ class FailsOnLarge(nn.Module):
 
 
 def two_batches(error: Exception) -> Chain:
-    return Chain([FailsOnLarge(error)], [torch.ones(2, 3)] * 2, [[((), {})]] * 2, [[], []])
+    return Chain([FailsOnLarge(error)], [torch.ones(2, 3)] * 2, [[((), {})]] * 2, [{}, {}])
 
 
 @pytest.mark.parametrize("error", NO_SHAPE_ERRORS, ids=lambda error: type(error).__name__)

@@ -243,7 +243,7 @@ def test_a_tensor_with_a_number_for_each_row_is_not_merged() -> None:
             return x * scale[:, None]
 
     scale = torch.tensor([1.0, 2.0])
-    chain = Chain([Scaled()], [torch.ones(2, 3)] * 2, [[((scale,), {})]] * 2, [[], []])
+    chain = Chain([Scaled()], [torch.ones(2, 3)] * 2, [[((scale,), {})]] * 2, [{}, {}])
     assert len(chain.merged(1 << 20).states) == 2
 
 
@@ -287,6 +287,44 @@ def test_a_layer_only_later_batches_use_is_reconstructed() -> None:
     sc.prune(
         model, batches, score="magnitude", sparsity=0.8, reconstruct=True, only="*"
     )  # routed elsewhere once pruned
+
+
+class CrossAttention(nn.Module):
+    """One weight whose first rows read the first 4 positions, and whose other rows the last 6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(16, 2, batch_first=True, bias=False)
+
+    def forward(self, both: Tensor) -> Tensor:
+        found: Tensor = self.inner(both[:, :4], both[:, 4:], both[:, 4:], need_weights=False)[0]
+        return found
+
+
+def test_rows_of_cross_attention_are_pruned_by_their_own_inputs() -> None:
+    torch.manual_seed(0)
+    model, name = CrossAttention(), "inner.in_proj_weight"
+    x, y = torch.randn(64, 4, 16) @ torch.randn(16, 16) / 4, torch.randn(64, 6, 16) * torch.linspace(0.1, 10, 16)
+    dense, flat = model.inner.in_proj_weight.detach().clone(), x.reshape(-1, 16)
+    settings: Any = {"only": name, "loss": lambda model, batch: model(batch).square().mean()}
+
+    def pruned(**more: Any) -> tuple[Tensor, Tensor]:
+        mine = copy.deepcopy(model)
+        report = sc.prune(mine, [torch.cat([x, y], 1)], **settings, **more)
+        return mine.inner.in_proj_weight.detach(), report.masks[name]
+
+    def error(queries: Tensor) -> float:
+        return float((flat @ (queries - dense[:16]).T).square().sum())
+
+    norms = torch.cat([flat.norm(dim=0).expand(16, 16), y.reshape(-1, 16).norm(dim=0).expand(32, 16)])
+    order = (dense.abs() * norms).argsort(dim=1, stable=True)
+    assert torch.equal(pruned(score="wanda")[1], torch.ones(48, 16).scatter(1, order[:, :8], 0).bool())
+    masked, mask = pruned(score="magnitude", scope="row")
+    best = torch.zeros(16, 16)
+    for row, kept in zip(range(16), mask, strict=False):
+        best[row, kept] = torch.linalg.lstsq(flat[:, kept], (flat @ dense[row])[:, None]).solution[:, 0]
+    assert error(pruned(score="magnitude", scope="row", reconstruct=True)[0][:16]) < 1.02 * error(best)
+    assert error(pruned(method="sparsegpt")[0][:16]) < 0.75 * error(masked[:16])
 
 
 def test_weights_that_share_one_storage() -> None:

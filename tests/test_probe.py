@@ -17,7 +17,7 @@ from secateur.oneshot.calibration import CalibratedModel
 from secateur.oneshot.veto import MOST_GROWTH, Probe, Trial, agrees, growth, tempered
 from secateur.scores import Score, resolve
 from secateur.selection import Select
-from tests.interrupts import unharmed
+from tests.interrupts import hooks, unharmed
 from tests.trained import Batches, Tower, classifier, loss_of
 
 
@@ -348,6 +348,43 @@ def test_interrupted_anywhere_the_model_is_as_it_was(order: str) -> None:
         sc.probe_until, batches=batches, evaluate=lambda now: -loss_of(now, batches), start=0.3, step=0.3, order=order
     )
     assert unharmed(model, searched, 6) >= 6
+
+
+@pytest.mark.parametrize(
+    "register",
+    [(nn.Module, "register_forward_pre_hook"), (nn.Module, "register_forward_hook"),
+     (Tensor, "register_post_accumulate_grad_hook")],
+)  # fmt: skip
+def test_ctrl_c_while_hooks_are_registered_leaves_none(
+    register: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every single registration; once before the caller has the handle."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    batches = [(torch.randn(4, 8), torch.randint(0, 8, (4,)))] * 2
+    plain, counts = getattr(*register), []
+
+    def interrupted(at: int) -> bool:
+        def once(self: Any, *args: Any, **kwargs: Any) -> Any:
+            counts[-1] += 1
+            handle = plain(self, *args, **kwargs)
+            if counts[-1] == at:
+                raise KeyboardInterrupt
+            return handle
+
+        counts.append(0)
+        monkeypatch.setattr(*register, once)
+        try:
+            sc.probe(copy.deepcopy(model) if at < 0 else model, batches, order="reverse", only="*")
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    assert not interrupted(-1)
+    assert counts[0] >= 6
+    for at in range(1, counts[0] + 1):
+        assert interrupted(at)
+        assert hooks(model) == 0, at
 
 
 @pytest.mark.parametrize("search", [False, True])

@@ -6,9 +6,11 @@ projections and stacked experts all work without a list of classes. Padded posit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from math import gcd, lcm
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from secateur.errors import FactError
 from secateur.model.distributed import SOLO, Ranks
 from secateur.model.prunable import Prunable
-from secateur.oneshot.batches import Batch, device_of, eval_mode, padding_masks, to_device
+from secateur.oneshot.batches import DECODER, INPUT, Batch, Padding, device_of, eval_mode, padding_masks, to_device
 
 # Positions of an operation's two factors. `linear` contracts the last dimension of both, all others the last of the
 # left factor with the last but one of the right factor.
@@ -51,25 +53,47 @@ NAMES = ("input", "weight", "mat1", "mat2", "batch1", "batch2", "other")
 INDEXING = (torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select)  # how tokens go to an expert
 # Functions that read a tensor's metadata and do not compute with its values.
 METADATA = {"__get__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
+# Names of weights that read what the decoder of an encoder-decoder reads; but keys and values of its cross-attention,
+# one weight in GPT-2, read what the encoder made.
+DECODER_WEIGHT = re.compile(r"decoder|lm_head|proj_out")
+FUSED_CROSS_ATTENTION = re.compile(r"decoder.*multihead_attn\.in_proj_weight")  # of torch's decoder layers
+CROSS_ATTENTION = re.compile(
+    r"(cross_?att|encoder_?att|EncDecAtt|multihead_att)\w*\.(\w+\.)*((k|v|kv|key|value)(_proj|_lin)?(\.|_weight)|c_attn)"
+)
+MOST_RANGES = 64  # parts of one weight for which X^T X is kept
 
-Calls = dict[str, list[Tensor]]  # the inputs of every weight, one tensor per call
+
+class Place(NamedTuple):
+    """The matrices of a weight that inputs belong to, `first` up to `end` of so many.
+
+    A stacked weight has a matrix for each expert, a convolution one for each group. A weight that is called by ranges
+    of its rows, as cross-attention calls the in_proj_weight of nn.MultiheadAttention, has matrices of equal size whose
+    borders are those of all ranges; any other weight is one matrix.
+    """
+
+    first: int
+    end: int
+    matrices: int
+
+
+Calls = dict[str, list[tuple[Place, Tensor]]]  # the inputs of every weight, one tensor per call
 
 
 class InputStatistics(TorchFunctionMode):
     """Inside a `with`, sums statistics of the inputs that the prunable weights are multiplied with.
 
-    By weight name: `squares` are sums of squares of every input feature, `[matrices, features]` (a matrix for each
-    expert or group of a convolution), `tokens` the number of inputs of each matrix, and, with `products`, `products`
-    are X^T X, `[matrices, features, features]`. `touched` names the weights that took part in any computation.
-    Each batch is summed separately and added to the totals by `finish_batch`, so that ranks add theirs in batch order.
+    By weight name: `squares` are sums of squares of every input feature, `[matrices, features]` (see `Place`), `tokens`
+    the number of inputs of each matrix, and, with `products`, `products` are X^T X, `[matrices, features, features]`.
+    `touched` names the weights that took part in any computation. Each batch is summed separately and added to the
+    totals by `finish_batch`, so that ranks add theirs in batch order.
     """
 
     def __init__(self, sites: Sequence[Prunable], products: bool = False) -> None:
         super().__init__()
         self.watch(sites)
         self._products = products
-        self._padding: list[Tensor] = []
-        self._indexed: Tensor | None = None  # of the rows that were last indexed, which are not padding
+        self._padding: Padding = {}
+        self._indexed: Padding = {}  # of the rows that were last indexed, which are not padding
         self.touched: set[str] = set()
         self.squares: dict[str, Tensor] = {}
         self.tokens: dict[str, Tensor] = {}
@@ -82,9 +106,9 @@ class InputStatistics(TorchFunctionMode):
         self._watched = list(sites)
         self._index()
 
-    def start_batch(self, padding: Sequence[Tensor]) -> None:
-        """Start a batch with these masks `[batch, positions]`, False at padding; none if nothing is padded."""
-        self._padding, self._indexed = list(padding), None
+    def start_batch(self, padding: Padding) -> None:
+        """Start a batch with these masks; none if nothing is padded."""
+        self._padding, self._indexed = dict(padding), {}
 
     def finish_batch(self, ranks: Ranks, device: torch.device) -> None:
         """Add the sums of this batch to the totals, and those of the other ranks' batches."""
@@ -94,10 +118,9 @@ class InputStatistics(TorchFunctionMode):
 
         def add(number: int, value: Tensor) -> None:
             kind, name = keys[number]
-            if name in self._totals[kind]:
-                self._totals[kind][name] += value
-            else:
-                self._totals[kind][name] = value if ranks.size == 1 else value.clone()  # not a view of the message
+            total = self._totals[kind].get(name)
+            value = value.clone() if total is None and ranks.size > 1 else value  # not a view of the message
+            self._totals[kind][name] = _added(total, value)
 
         ranks.share("inputs", sums, add, device)
 
@@ -128,7 +151,8 @@ class InputStatistics(TorchFunctionMode):
         elif func in CONVOLUTIONS:
             named = dict(zip(CONVOLUTION_NAMES, args, strict=False)) | kwargs
             if (site := self._site(named["weight"])) is not None:
-                self.add(site, 0, _patches(named))
+                patches = _patches(named)
+                self.add(site, Place(0, len(patches), len(patches)), patches)
         elif func in INDEXING and self._padding:
             self._follow_indexing(*args, **kwargs)
         if len(self.touched) < len(self._watched) and getattr(func, "__name__", "") not in METADATA:
@@ -141,7 +165,7 @@ class InputStatistics(TorchFunctionMode):
         """Intercept below autograd, where torch's attention computes on [positions, batch, features]."""
         padding = self._padding
         try:
-            self._padding = [mask.t() for mask in padding] if func is ATTENTION else padding
+            self._padding = {name: mask.t() for name, mask in padding.items()} if func is ATTENTION else padding
             with _DispatchProducts(self):
                 yield
         finally:
@@ -176,66 +200,75 @@ class InputStatistics(TorchFunctionMode):
                 f"{site.name!r} is multiplied with {inputs.shape[-1]} features along its output dimension, not with its"
                 f" {width} inputs. Leave it out with skip=..., or use a score that reads gradients."
             )
-        inputs = self._without_padding(site, inputs.detach())
-        if stacked and weight.ndim == 3:
-            self.add(site, 0, inputs.reshape(len(weight), -1, width))
-            return
-        offset = weight.storage_offset() - site.parameter.storage_offset()
-        self.add(site, offset // site.parameter.stride(0) if stacked else 0, inputs.reshape(1, -1, width))
+        place = _place_of(site, weight, contracted)
+        inputs = self._without_padding(site, inputs.detach(), place)
+        self.add(site, place, inputs.reshape(len(weight) if stacked and weight.ndim == 3 else 1, -1, width))
 
     def _follow_indexing(self, source: Any, *args: Any, **kwargs: Any) -> None:
         """Remember which of the rows that an expert gets from `[batch x positions, features]` are not padding."""
         values = [v for value in (*args, *kwargs.values()) for v in (value if isinstance(value, tuple) else [value])]
         rows = [value for value in values if isinstance(value, Tensor) and value.ndim == 1]
-        mask = next((mask for mask in self._padding if mask.numel() == source.shape[0]), None)
-        if mask is not None and len(rows) == 1 and source.ndim == 2:
-            self._indexed = mask.flatten()[rows[0]]
+        masks = {name: mask for name, mask in self._padding.items() if mask.numel() == source.shape[0]}
+        if masks and len(rows) == 1 and source.ndim == 2:
+            self._indexed = {name: mask.flatten()[rows[0]] for name, mask in masks.items()}
 
-    def _without_padding(self, site: Prunable, inputs: Tensor) -> Tensor:
+    def _without_padding(self, site: Prunable, inputs: Tensor, place: Place) -> Tensor:
         """The inputs without padded positions; all of them if they are not laid out like the batch."""
-        masks = self._padding if "decoder" not in site.name else self._padding[::-1]
-        for mask in masks:
+        order = (
+            (INPUT, DECODER) if reads_input(site.name, place) else (DECODER, INPUT)
+        )  # the other if only its shape fits
+        for mask in (self._padding[name] for name in order if name in self._padding):
             if inputs.ndim > 2 and inputs.shape[:2] == mask.shape:
                 return inputs[mask]
             if inputs.ndim > 1 and inputs.shape[-2] == mask.numel():
                 return inputs[..., mask.flatten(), :]
-        if masks and self._indexed is not None and inputs.ndim == 2 and len(inputs) == len(self._indexed):
-            return inputs[self._indexed]
+        for rows in (self._indexed[name] for name in order if name in self._indexed):
+            if inputs.ndim == 2 and len(inputs) == len(rows):
+                return inputs[rows]
         return inputs
 
-    def add(self, site: Prunable, first: int, inputs: Tensor) -> None:
+    def add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
         """Add inputs in the dtype of the product (autocast rounds them first), with sums in fp32."""
         kind = inputs.device.type
         if torch.is_autocast_enabled(kind):
             inputs = inputs.to(torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
-            self._add(site, first, inputs)
+            self._add(site, place, inputs)
 
-    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
-        """Add inputs `[matrices, tokens, features]` to the matrices of a weight from `first` on."""
-        matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else len(inputs)
-        tokens = torch.full((len(inputs),), inputs.shape[1], dtype=torch.int64, device=inputs.device)
-        self._sum("tokens", site, first, matrices, tokens)
-        self._sum("squares", site, first, matrices, inputs.float().square().sum(1))
+    def _add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
+        """Add inputs `[matrices, tokens, features]` to the matrices of a weight; those of one to all in its place."""
+        self._count(site, place, inputs)
+        self._sum("squares", site, place, inputs.float().square().sum(1))
         if self._products:
-            self._sum("products", site, first, matrices, product_of(inputs, inputs))
+            _check_ranges(site, place)
+            self._sum("products", site, place, product_of(inputs, inputs))
 
-    def _sum(self, kind: str, site: Prunable, first: int, matrices: int, value: Tensor) -> None:
-        """Add to this batch's sum for the matrices from `first` on."""
+    def _count(self, site: Prunable, place: Place, inputs: Tensor) -> None:
+        tokens = torch.full((len(inputs),), inputs.shape[1], dtype=torch.int64, device=inputs.device)
+        self._sum("tokens", site, place, tokens)
+
+    def _sum(self, kind: str, site: Prunable, place: Place, value: Tensor) -> None:
+        """Add to this batch's sum for the matrices in this place."""
         key = kind, site.name
-        if key not in self._sums and len(value) == matrices:
-            self._sums[key] = value
+        total = self._sums.get(key)
+        if total is not None and len(total) == place.matrices:
+            total[place.first : place.end] += value
             return
-        if key not in self._sums:
-            self._sums[key] = torch.zeros(matrices, *value.shape[1:], dtype=value.dtype, device=value.device)
-        self._sums[key][first : first + len(value)] += value
+        if len(value) < place.matrices:
+            part, shape = value, (place.matrices, *value.shape[1:])
+            value = torch.zeros(shape, dtype=part.dtype, device=part.device)
+            value[place.first : place.end] += part
+        self._sums[key] = _added(total, value)
 
     def reached(self, site: Prunable) -> Tensor:
-        """For each matrix of a weight, whether it had inputs; True if it computed in a way that hides them."""
-        matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else 1
+        """For each expert of a stacked weight, or once for any other weight, whether there were inputs; True if it
+        computed in a way that hides them."""
+        stacked = len(site.layout.rows) > 1
         if site.name not in self.tokens:
+            matrices = site.parameter.shape[0] if stacked else 1
             return torch.full((matrices,), site.name in self.touched, device=site.parameter.device)
-        return (self.tokens[site.name] > 0)[:matrices]
+        found = self.tokens[site.name] > 0
+        return found if stacked else found.any(0, keepdim=True)
 
     def norms(self, site: Prunable) -> Tensor:
         """Norms of input features, expanded to the shape of the weight; zero if there were no inputs."""
@@ -246,7 +279,7 @@ class InputStatistics(TorchFunctionMode):
         if len(site.layout.rows) > 1:
             return root.unsqueeze(1 if site.layout.inputs == 2 else 2).expand(shape)
         if site.layout.inputs == 0:
-            return root[0][:, None].expand(shape)
+            return root.t().repeat_interleave(shape[1] // len(root), 1) if len(root) > 1 else root.t().expand(shape)
         grouped = root.view(len(root), 1, *shape[1:]).expand(len(root), shape[0] // len(root), *shape[1:])
         return grouped.reshape(shape) if len(root) > 1 else grouped[0].expand(shape)
 
@@ -254,10 +287,8 @@ class InputStatistics(TorchFunctionMode):
 class InputCounts(InputStatistics):
     """Counts the inputs of each matrix, and nothing else."""
 
-    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
-        matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else len(inputs)
-        tokens = torch.full((len(inputs),), inputs.shape[1], dtype=torch.int64, device=inputs.device)
-        self._sum("tokens", site, first, matrices, tokens)
+    def _add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
+        self._count(site, place, inputs)
 
 
 class ForwardDone(Exception):  # noqa: N818 - control flow, not an error
@@ -271,8 +302,8 @@ class InputRecorder(InputStatistics):
         super().__init__(sites)
         self.calls: Calls = {}
 
-    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
-        self.calls.setdefault(site.name, []).append(inputs.clone())
+    def _add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
+        self.calls.setdefault(site.name, []).append((place, inputs.clone()))
 
 
 class PairedInputs(InputStatistics):
@@ -287,20 +318,20 @@ class PairedInputs(InputStatistics):
         self._expected: Calls = {}
         self._left = 0
 
-    def expect(self, dense: Mapping[str, Sequence[Tensor]]) -> None:
+    def expect(self, dense: Calls) -> None:
         """Set the dense model's inputs for the next batch; once all are paired the forward pass may end."""
         self._expected = {site.name: list(dense.get(site.name, ())) for site in self._watched}
         self._left, self._batch_unpaired = sum(map(len, self._expected.values())), False
 
-    def _add(self, site: Prunable, first: int, inputs: Tensor) -> None:
-        super()._add(site, first, inputs)
+    def _add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
+        super()._add(site, place, inputs)
         waiting = self._expected.get(site.name)
-        other = waiting.pop(0) if waiting else None
-        if other is None or other.shape != inputs.shape or len(site.layout.rows) > 1:
+        there, other = waiting.pop(0) if waiting else (None, inputs)
+        if there != place or other.shape != inputs.shape or len(site.layout.rows) > 1:
             self.unpaired.add(site.name)
             self._batch_unpaired = True
         else:
-            self._sum("crosses", site, 0, len(inputs), product_of(other, inputs))
+            self._sum("crosses", site, place, product_of(other, inputs))
         self._left -= 1
         if self._left == 0 and not self._batch_unpaired:  # decided per batch: ranks do not see each other's
             raise ForwardDone
@@ -308,6 +339,48 @@ class PairedInputs(InputStatistics):
     def sync(self, ranks: Ranks) -> None:
         """Make `unpaired` the same on every rank."""
         self.unpaired |= self._on_any_rank(ranks, self.unpaired)
+
+
+def reads_input(name: str, place: Place) -> bool:
+    """Whether a weight of an encoder-decoder, or this part of it, reads the encoder's positions, by its name."""
+    if FUSED_CROSS_ATTENTION.search(name):
+        return place.first > 0  # after the queries
+    return not DECODER_WEIGHT.search(name) or bool(CROSS_ATTENTION.search(name))
+
+
+def _place_of(site: Prunable, weight: Tensor, contracted: int) -> Place:
+    """Which matrices of a weight this view of it is; `contracted` is the view's dimension of inputs."""
+    parameter, outputs = site.parameter, site.layout.rows[-1]
+    offset = weight.storage_offset() - parameter.storage_offset()
+    if len(site.layout.rows) > 1:
+        first = 0 if weight.ndim == 3 else offset // parameter.stride(0)
+        return Place(first, first + (len(weight) if weight.ndim == 3 else 1), len(parameter))
+    free = -3 - contracted  # the other one of the last two dimensions
+    rows, count = parameter.shape[outputs], weight.shape[free]
+    batched = any(n > 1 and step for n, step in zip(weight.shape[:-2], weight.stride()[:-2], strict=True))
+    if count == rows or batched or parameter.ndim != 2 or weight.stride(free) != parameter.stride(outputs):
+        return Place(0, 1, 1)
+    first = offset // parameter.stride(outputs)
+    size = gcd(first, count, rows)
+    return Place(first // size, (first + count) // size, rows // size)
+
+
+def _check_ranges(site: Prunable, place: Place) -> None:
+    """Refuse ranges of rows whose common size is so small that X^T X of each would not fit in memory."""
+    if place.matrices > MOST_RANGES and place.end - place.first < place.matrices and len(site.layout.rows) == 1:
+        raise FactError(
+            f"{site.name!r} is multiplied by ranges of its rows, which make {place.matrices:,} parts of equal size:"
+            f" X^T X is kept for {MOST_RANGES} at most. Leave it out with skip=..., or prune without reconstruction."
+        )
+
+
+def _added(total: Tensor | None, value: Tensor) -> Tensor:
+    """The sum of two statistics, in place where they have the same matrices; if not, the larger ones are divided."""
+    if total is None:
+        return value
+    matrices = lcm(len(total), len(value))
+    total, value = (t.repeat_interleave(matrices // len(t), 0) if len(t) < matrices else t for t in (total, value))
+    return total.add_(value)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -7,19 +7,22 @@ normalization statistics are frozen; modes, gradients and `requires_grad` flags 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from secateur.errors import FactError, ModelError
 from secateur.selection.exact import sent
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
+Padding = dict[str, Tensor]  # masks [batch, positions], False at padding, by the sequence they belong to
+INPUT, DECODER = "input", "decoder"  # what the model reads, and in an encoder-decoder what its decoder reads
 
 LOGITS_AT_ONCE = 1 << 25  # converted to fp32 together: with a large vocabulary, all of them would outgrow the model
 IGNORED = -100  # torch's target for positions without a label
@@ -98,8 +101,12 @@ def _next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return cross_entropy(logits[:, :-1], tokens[:, 1:])
 
 
+def _has_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 def _refuse_encoder_decoder(model: nn.Module) -> None:
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if _has_decoder(model):
         raise FactError(f"{type(model).__name__} is an encoder-decoder: token ids alone have no target. {AS_MAPPINGS}")
 
 
@@ -138,21 +145,41 @@ def in_bf16(loss: Loss) -> Loss:
     return measured
 
 
-def padding_masks(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """Masks `[batch, positions]`, False at padding, one for each sequence in the batch; empty if nothing is padded.
+def padding_masks(model: nn.Module, batch: Batch) -> Padding:
+    """Masks of the sequences in the batch; empty if nothing is padded.
 
-    Read from attention masks. Without one, a causal language model's labels tell: positions after the last label of a
-    row do not affect the loss. A prompt without labels counts as text.
+    Read from attention masks. Without one, the labels of a causal language model tell: positions after the last label
+    of a row do not affect the loss. A prompt without labels counts as text.
     """
     if not isinstance(batch, Mapping):
-        return []
-    names = [name for name in ("attention_mask", "decoder_attention_mask") if isinstance(batch.get(name), Tensor)]
-    masks = [batch[name] != 0 for name in names if batch[name].ndim == 2]
-    labels = batch.get("labels")
+        return {}
+    given, labels = (batch[n] if isinstance(batch.get(n), Tensor) else None for n in ("attention_mask", "labels"))
+    labels = labels if labels is not None and labels.ndim == 2 else None
+    masks: Padding = {} if given is None or given.ndim != 2 else {INPUT: given != 0}
     causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    if not names and causal and isinstance(labels, Tensor) and labels.ndim == 2:
-        masks = [(labels != IGNORED).flip(1).cumsum(1).flip(1) > 0]
-    return masks if any(not bool(mask.all()) for mask in masks) else []
+    if _has_decoder(model) or "decoder_attention_mask" in batch:
+        masks |= _decoder_mask(batch, labels, masks)
+    elif given is None and causal and labels is not None:
+        masks = {INPUT: _until_last_label(labels)}
+    return masks if any(not bool(mask.all()) for mask in masks.values()) else {}
+
+
+def _decoder_mask(batch: Mapping[str, Any], labels: Tensor | None, masks: Padding) -> Padding:
+    """The decoder's mask: given, or told by its labels. Models make a decoder's inputs from the labels if there are
+    none, and from the encoder's inputs if there are no labels either."""
+    inputs = next((batch[n] for n in ("decoder_input_ids", "decoder_inputs_embeds") if batch.get(n) is not None), None)
+    given = batch.get("decoder_attention_mask")
+    if isinstance(given, Tensor) and given.ndim == 2:
+        return {DECODER: given != 0}
+    if labels is not None:
+        return {DECODER: labels != IGNORED if inputs is None else _until_last_label(labels)}
+    if inputs is not None:
+        return {DECODER: torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)}
+    return {DECODER: masks[INPUT]} if INPUT in masks else {}
+
+
+def _until_last_label(labels: Tensor) -> Tensor:
+    return (labels != IGNORED).flip(1).cumsum(1).flip(1) > 0
 
 
 def check_ids(model: nn.Module, batches: Iterable[Batch]) -> None:
@@ -307,10 +334,19 @@ def parameters_in_bf16(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def restore_on_error() -> Iterator[list[Callable[[], None]]]:
+def hooked(registrations: Iterable[Callable[[], RemovableHandle]]) -> Iterator[None]:
+    """Calls these functions, each of which registers a hook; removes the hooks on exit, also if not all were made."""
+    with ExitStack() as stack:
+        for register in registrations:
+            stack.callback(register().remove)
+        yield
+
+
+@contextmanager
+def restore_on_error(model: nn.Module) -> Iterator[list[Callable[[], None]]]:
     """On any exception, also Ctrl-C, calls the functions that were appended to the list, last one first.
 
-    Restores torch's modes too: Ctrl-C between the body of a `with` and its exit skips that exit.
+    Restores torch's modes too, and removes hooks: Ctrl-C between the body of a `with` and its exit skips that exit.
     """
     undo: list[Callable[[], None]] = []
     restore_modes = _modes_now()
@@ -318,9 +354,20 @@ def restore_on_error() -> Iterator[list[Callable[[], None]]]:
         yield undo
     except BaseException:
         restore_modes()
+        if isinstance(model, nn.Module):
+            _remove_hooks(model)
         for step in reversed(undo):
             step()
         raise
+
+
+def _remove_hooks(model: nn.Module) -> None:
+    """Remove the hooks that functions of this package made for calibration, and no others."""
+    tables = [table for module in model.modules() for table in (module._forward_pre_hooks, module._forward_hooks)]
+    tables += [parameter._post_accumulate_grad_hooks or {} for parameter in model.parameters()]
+    for table in tables:
+        for number in [n for n, hook in table.items() if getattr(hook, "__module__", "").startswith(__package__)]:
+            del table[number]
 
 
 def _modes_now() -> Callable[[], None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,16 @@ from torch import Tensor, nn
 
 from secateur.model.distributed import SOLO, Ranks
 from secateur.model.prunable import Prunable
-from secateur.oneshot.batches import Batch, device_of, eval_mode, is_out_of_memory, padding_masks, to_device
+from secateur.oneshot.batches import (
+    Batch,
+    Padding,
+    device_of,
+    eval_mode,
+    hooked,
+    is_out_of_memory,
+    padding_masks,
+    to_device,
+)
 
 MERGE_TOLERANCE = 0.02  # relative difference of outputs that bf16 and another order of summation explain
 LOSS_TOLERANCE = 1e-6  # relative difference of losses with and without skipped blocks
@@ -66,14 +76,10 @@ def _run_in_order(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch, f
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         outputs.append(_identity(output[0] if isinstance(output, tuple | list) and output else output))
 
-    handles = [block.register_forward_pre_hook(before(number)) for number, block in enumerate(blocks)]
-    handles += [block.register_forward_hook(after) for block in blocks]
-    try:
-        with eval_mode(model), torch.no_grad():
-            forward(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = [partial(block.register_forward_pre_hook, before(number)) for number, block in enumerate(blocks)]
+    hooks += [partial(block.register_forward_hook, after) for block in blocks]
+    with hooked(hooks), eval_mode(model), torch.no_grad():
+        forward(model, batch)
     if [number for number, _ in inputs] != list(range(len(blocks))) or inputs[0][1] is None:
         return False
     return all(found is not None and found == left for left, (_, found) in zip(outputs, inputs[1:], strict=False))
@@ -113,7 +119,7 @@ class Chain:
     blocks: list[nn.Module]
     states: list[Tensor]
     arguments: list[list[tuple[tuple[Any, ...], dict[str, Any]]]]  # by batch, then by block
-    padding: list[list[Tensor]]  # masks of every batch, False at padding
+    padding: list[Padding]  # masks of every batch
     autocast: torch.dtype | None = None  # the dtype of autocast, if it was on
     _mergeable: dict[int, bool] = field(default_factory=dict, repr=False)  # by the first batch of a group
 
@@ -155,7 +161,8 @@ class Chain:
 
         The trial is needed because the first dimension need not be the batch.
         """
-        if not _equal(self.arguments[one], self.arguments[other]) or len(self.padding[one]) != len(self.padding[other]):
+        shapes = [{name: mask.shape[1:] for name, mask in self.padding[b].items()} for b in (one, other)]
+        if not _equal(self.arguments[one], self.arguments[other]) or shapes[0] != shapes[1]:
             return False
         if one not in self._mergeable:
             apart = torch.cat([self.run(0, one), self.run(0, other)])
@@ -179,9 +186,9 @@ def _is_shape_error(error: Exception) -> bool:
     return not is_out_of_memory(error) and (type(error) is RuntimeError or not isinstance(error, RuntimeError))
 
 
-def _concatenated(masks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _concatenated(masks: Sequence[Padding]) -> Padding:
     """Padding masks of several batches as those of one."""
-    return [torch.cat(batches) for batches in zip(*masks, strict=True)]
+    return {name: torch.cat([batch[name] for batch in masks]) for name in masks[0]}
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -220,16 +227,12 @@ def capture_chain(
 
         return before
 
-    handles = [b.register_forward_pre_hook(hook(n), with_kwargs=True) for n, b in enumerate(blocks)]
-    try:
-        with eval_mode(model), torch.no_grad():
-            for batch in batches:
-                batch = to_device(batch, device or device_of(model))
-                chain.padding.append(padding_masks(model, batch))
-                forward(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = [partial(b.register_forward_pre_hook, hook(n), with_kwargs=True) for n, b in enumerate(blocks)]
+    with hooked(hooks), eval_mode(model), torch.no_grad():
+        for batch in batches:
+            batch = to_device(batch, device or device_of(model))
+            chain.padding.append(padding_masks(model, batch))
+            forward(model, batch)
     return chain if visited == list(range(len(blocks))) * len(batches) else None
 
 
@@ -325,13 +328,10 @@ class HiddenStates:
             return hook
 
         numbers = range(1, last + 1)
-        handles = [self._blocks[n].register_forward_pre_hook(before(n)) for n in numbers]
-        handles += [self._blocks[n - 1].register_forward_hook(after(n - 1)) for n in numbers]
-        try:
+        hooks = [partial(self._blocks[n].register_forward_pre_hook, before(n)) for n in numbers]
+        hooks += [partial(self._blocks[n - 1].register_forward_hook, after(n - 1)) for n in numbers]
+        with hooked(hooks):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         self._states |= {n: states for n, states in found.items() if len(states) == self._batches}
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from secateur.oneshot.batches import (
     Loss,
     device_of,
     eval_mode,
+    hooked,
     padding_masks,
     parameters_in_bf16,
     standard_loss,
@@ -146,12 +148,12 @@ class GradientStatistics:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __enter__(self) -> GradientStatistics:
-        self._handles = [site.parameter.register_post_accumulate_grad_hook(self._hook) for site in self._sites]
+        self._hooks = hooked(partial(s.parameter.register_post_accumulate_grad_hook, self._hook) for s in self._sites)
+        self._hooks.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.__exit__(None, None, None)
         self._cache.synchronize()
 
     def _hook(self, parameter: Tensor) -> None:

@@ -170,7 +170,7 @@ def _probe(
     model: nn.Module, batches: Iterable[Batch] | Tensor, job: Job, settings: CalibrationSettings, target: _Target
 ) -> Outcome:
     settings = replace(settings, unfit=unfit_for(job.pattern))
-    with restore_on_error() as undo, CalibratedModel(model, batches, settings) as calibrated:
+    with restore_on_error(model) as undo, CalibratedModel(model, batches, settings) as calibrated:
         scope = scope_for(job.score, job.scope, job.pattern, job.allocation, calibrated.sites)
         if target.exact and job.order != "joint" and scope == "model":
             raise PatternError('exact=True layer by layer needs a sparsity for each layer: scope="layer" or "row".')
@@ -356,7 +356,7 @@ class Levels:
 def _probe_levels(
     model: nn.Module, batches: Iterable[Batch] | Tensor, job: Job, settings: CalibrationSettings, levels: Levels
 ) -> Outcome:
-    with restore_on_error() as undo, CalibratedModel(model, batches, settings) as calibrated:
+    with restore_on_error(model) as undo, CalibratedModel(model, batches, settings) as calibrated:
         scope = scope_for(job.score, job.scope, None, None, calibrated.sites)
         _, select = selector(scope, None, None, levels.start)
         prober = Probe(calibrated, job.score, select, shrink=job.shrink, order=job.order, group=job.group)

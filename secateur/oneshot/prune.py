@@ -119,7 +119,7 @@ class _Job:
 
 def _by_score(model: nn.Module, batches: Iterable[Batch] | Tensor, job: _Job, settings: CalibrationSettings) -> Outcome:
     settings = replace(settings, unfit=unfit_for(job.pattern))
-    with restore_on_error() as undo, CalibratedModel(model, batches, settings) as calibrated:
+    with restore_on_error(model) as undo, CalibratedModel(model, batches, settings) as calibrated:
         scope = scope_for(job.score, job.scope, job.pattern, job.allocation, calibrated.sites)
         sparsity, select = selector(scope, job.pattern, job.allocation, job.sparsity)
         dense = _dense_copy(calibrated) if job.reconstruct else None
@@ -158,7 +158,7 @@ def _by_sparsegpt(
     model: nn.Module, batches: Iterable[Batch] | Tensor, job: _Job, settings: CalibrationSettings
 ) -> Outcome:
     settings = replace(settings, unfit=sparsegpt_unfit(job.pattern))
-    with restore_on_error() as undo, CalibratedModel(model, batches, settings) as calibrated:
+    with restore_on_error(model) as undo, CalibratedModel(model, batches, settings) as calibrated:
         undo.append(calibrated.undo(_dense_copy(calibrated)))
         sparsity = check_choice(job.sparsity, "layer", job.pattern, None)
         if job.pattern is not None and job.pattern.kept is None:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from secateur.errors import FactError, PatternError
 from secateur.model.distributed import Ranks
 from secateur.model.prunable import Prunable, Unfit, unfit_for
-from secateur.oneshot.activations import Calls, ForwardDone, InputRecorder, PairedInputs
-from secateur.oneshot.batches import Batch, eval_mode, padding_masks, to_device
+from secateur.oneshot.activations import Calls, ForwardDone, InputRecorder, PairedInputs, Place
+from secateur.oneshot.batches import Batch, Padding, eval_mode, padding_masks, to_device
 from secateur.oneshot.blocks import Chain, capture_chain
 from secateur.oneshot.calibration import CalibratedModel
 from secateur.oneshot.offload import moved
@@ -169,7 +169,7 @@ class Segment:
     sites: list[Prunable]
     batches: int  # of this rank
     turns: int  # batches of the rank that has most
-    padding: Callable[[int], list[Tensor]]  # masks of a batch, False at padding
+    padding: Callable[[int], Padding]  # masks of a batch
     run: Callable[[int], Any]
     run_dense: Callable[[int, InputRecorder], Any] | None = None
     advance: Callable[[], None] = lambda: None
@@ -327,8 +327,9 @@ def _calling_order(recordings: Sequence[Calls], sites: Sequence[Prunable], ranks
     return list(dict.fromkeys(sites[number].name for turn in turns for batch in turn for number in batch))
 
 
-def _alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(one) == len(other) <= 1 and all(map(torch.equal, one, other))
+def _alike(one: Sequence[tuple[Place, Tensor]], other: Sequence[tuple[Place, Tensor]]) -> bool:
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) <= 1 and all(p == q and torch.equal(x, y) for (p, x), (q, y) in pairs)
 
 
 def _update_groups(
@@ -361,10 +362,10 @@ def _update_groups(
 
 
 def as_matrices(tensor: Tensor, layout: Layout, count: int) -> list[Tensor]:
-    """The matrices `[outputs, inputs]` of a contiguous weight, as views; a convolution has one for each group."""
+    """The matrices `[outputs, inputs]` of a contiguous weight, as views: `count`, or one for each expert."""
     if len(layout.rows) > 1:
         return [part if layout.inputs == 2 else part.t() for part in tensor]
-    return [tensor.t()] if layout.inputs == 0 else list(tensor.view(tensor.shape[0], -1).chunk(count))
+    return list((tensor.t() if layout.inputs == 0 else tensor.view(tensor.shape[0], -1)).chunk(count))
 
 
 def reconstruct_weights(calibrated: CalibratedModel, dense: Mapping[str, Tensor]) -> None:
