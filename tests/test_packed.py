@@ -125,6 +125,69 @@ def test_the_report_says_what_was_left_and_why() -> None:
     assert "left dense: too few zeros" in text
 
 
+class Reads(nn.Module):
+    """Reads the weights of its layers in every way that packing must notice, and in some that it need not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.multiplied, self.given = (nn.Linear(16, 16) for _ in range(3))
+        self.typed, self.behind, self.inner = nn.Linear(16, 16), nn.Linear(16, 16), nn.Sequential()
+        self.inner.up = nn.Linear(16, 16)
+        nn.init.uniform_(self.called.weight)
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        self.called.weight.data[:, ::2] = 0
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.behind.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.typed.weight, Tensor) and self.typed.weight.device == x.device:
+            x = self.typed(x.to(self.typed.weight.dtype))
+        x = functional.linear(self.called(x) @ self.multiplied.weight, self.given.weight)
+        return x @ self.hidden + functional.linear(x, self.inner.up.weight)  # `self.called.weight` is not read here
+
+
+class Inherits(Reads):
+    def extra(self) -> str:
+        return "self.called.weight"
+
+
+UNSEEN = """
+class Unseen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.called, self.multiplied = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.only(x) @ (lambda: self.multiplied.weight)()
+
+    def only(self, x):
+        return self.called(x)
+"""
+
+
+@pytest.mark.parametrize("kind", ["Reads", "Inherits", "Unseen"])
+def test_layers_whose_weight_a_module_around_them_reads_stay_dense(kind: str) -> None:
+    """`Unseen` has no source, as classes made in an interpreter."""
+    known: dict[str, Any] = {"nn": nn, "Reads": Reads, "Inherits": Inherits}
+    exec(UNSEEN, known)
+    block = known[kind]().eval()
+    for layer in block.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.data[:, ::2] = 0
+    model, x = nn.Sequential(block), torch.rand(3, 16)
+    with torch.no_grad():
+        expected = model(x)
+    report = sc.pack(model, memory=True)
+    assert report.packed == (("0.called",) if kind == "Unseen" else ("0.called", "0.typed"))
+    assert {row.reason for row in report.layers} == {"", f"{kind} reads its weight directly"}
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+
+
 def test_packing_twice_changes_nothing() -> None:
     model = network()
     sc.pack(model, memory=True)

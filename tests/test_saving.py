@@ -239,6 +239,22 @@ def test_families_whose_tensors_have_other_names_in_files(tmp_path: Path, way: s
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.parametrize("way", ["save", "pack"])
+def test_layers_that_mamba_reads_itself_stay_dense(tmp_path: Path, way: str) -> None:
+    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=50, state_size=8)
+    model = sparsify(transformers.MambaForCausalLM(config))
+    expected = logits(model)
+    if way == "save":
+        loaded = sc.load(sc.save(model, tmp_path / "a"))
+    else:
+        loaded = model
+        sc.pack(loaded, memory=True)
+    packed = {name.rpartition(".")[2] for name, _ in packed_layers(loaded)}
+    assert "in_proj" in packed
+    assert packed.isdisjoint({"dt_proj", "x_proj"})
+    assert torch.allclose(logits(loaded), expected, atol=1e-5)
+
+
 def test_layers_that_transformers_keeps_in_fp32(tmp_path: Path) -> None:
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
     model = sparsify(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)))

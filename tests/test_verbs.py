@@ -422,9 +422,9 @@ def test_zeros_masks_and_bytes() -> None:
     with pytest.raises(sc.SecateurError, match=r"The mask of w is \[5, 16\], its weight \[16, 5\]"):
         inspect_tensor("w", weight.T, mask)
     tensors = [("w", weight), ("bias", torch.zeros(5)), ("steps", torch.zeros(3, 3, dtype=torch.int64))]
-    assert inspect_tensors(tensors) == ([inspect_tensor("w", weight)], 14)
-    with pytest.raises(sc.SecateurError, match="a mask for v, which is not among the weights"):
-        inspect_tensors(tensors, {"v": mask})
+    assert inspect_tensors(tensors) == ([inspect_tensor("w", weight)], 14, [])
+    assert inspect_tensors(tensors, {"v": mask, "w": mask}) == ([found], 14, ["v"])
+    assert inspect_tensors(tensors, {"w": mask.T, "v": mask}) == ([inspect_tensor("w", weight)], 14, ["v", "w"])
 
 
 @pytest.fixture
@@ -463,6 +463,61 @@ def test_inspecting_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["inspect", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["layers.0.weight", "layers.2.weight", "layers.10.weight"]
+
+
+def mixtral() -> Any:
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.MixtralConfig(**sizes, num_key_value_heads=2, vocab_size=50, num_local_experts=3)
+    return transformers.MixtralForCausalLM(config)
+
+
+def vit() -> Any:
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=16, patch_size=8))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("make", "count", "name"),
+    [(mixtral, 4 + 3 * 3, "model.layers.0.block_sparse_moe.experts.1.w3.weight"),
+     (vit, 6, "vit.encoder.layer.0.attention.attention.key.weight")],
+)  # fmt: skip
+def test_inspecting_models_whose_tensors_have_other_names_in_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, count: int, name: str, packed: bool
+) -> None:
+    """Masks have the names of parameters. Files may have others, and hold experts one by one."""
+    files = pytest.importorskip("safetensors.torch")
+    model, folder = make(), tmp_path / "model"
+    masks = {}
+    for key, weight in model.named_parameters():
+        if weight.ndim > 1 and re.search(r"layers\..*(proj|mlp\.fc)", key):
+            masks[key] = torch.rand(weight.shape) < 0.3
+            weight.data[~masks[key]] = 0
+    sc.save(model, folder, masks=masks, packed=packed)
+    assert main(["inspect", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert f"Every weight that the {count} masks remove is zero." in said
+    assert "not compared" not in said
+    if packed:
+        return
+    weights = files.load_file(folder / "model.safetensors")
+    weights[name] += 1
+    files.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert main(["inspect", str(folder)]) == 0
+    assert re.search(
+        rf"WARNING: [\d,]+ weights that the masks remove are not zero, in {name}\.", capsys.readouterr().out
+    )
+    (folder / "config.json").unlink()  # without it nothing says what the names mean
+    assert main(["inspect", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "masks were not compared with the zeros: the files have no weight of the same name and shape, such as" in said
+    )
+    assert "weights in" in said
 
 
 def test_inspecting_weights_that_came_back(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import html
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,7 @@ from secateur.errors import ModelError, SecateurError
 from secateur.files import check_file, megabytes, write
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from secateur.bench.decode import Gains
     from secateur.model.inspect import Inspected
@@ -31,6 +33,15 @@ MASKS = "masks.safetensors"
 BEST = "best"  # where a run of `secateur train` keeps its best weights
 BUYS = "What the zeros buy on this device"
 HEADER = ("tensor", "shape", "zeros", "sparsity", "patterns", "dense", "packed")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is inspected."""
+
+    tensors: Iterable[tuple[str, Tensor]]
+    linear: Linear
+    masks: Mapping[str, Tensor]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -51,17 +62,14 @@ def run(options: argparse.Namespace) -> int:
     folder = Path(options.model).expanduser()
     masks = load_masks(folder) if (folder / MASKS).is_file() else None
     device = pick_device(options.device)
-    if folder.is_dir():
-        tensors, linear = _stored(folder), _linear_in(folder)
-    else:
-        tensors, linear = _loaded(options.model)
-    gains = Gains(device, *linear)
-    found, left_out = inspect_tensors(gains.watched(tensors), masks)
+    with _stored(folder, masks or {}) if folder.is_dir() else nullcontext(_loaded(options.model)) as source:
+        gains = Gains(device, *source.linear)
+        found, left_out, apart = inspect_tensors(gains.watched(source.tensors), source.masks)
     found.sort(key=_natural)
     if not found:
         raise ModelError(f"{options.model} has no weights of two or more dimensions: there is nothing to inspect.")
     print(text_table(HEADER, collapse([_row(one) for one in found])), end="\n\n")
-    lines = summary(found, left_out, masks is not None)
+    lines = summary(found, left_out, None if masks is None else apart)
     print("\n".join(lines))
     print(f"\n{BUYS}\n")
     if rows := gains.rows():
@@ -73,39 +81,46 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _loaded(model: str) -> tuple[Iterator[tuple[str, Tensor]], Linear]:
+def _loaded(model: str) -> Source:
     """Named weights of a model that Hugging Face loads, and which of them belong to linear layers."""
     from secateur.inference.saving import packable_names
     from secateur.integrations.folder import load
 
     found = load(model, packed=False)[0]
-    return found.named_parameters(), packable_names(found)
+    return Source(found.named_parameters(), packable_names(found), {})
 
 
-def _linear_in(folder: Path) -> Linear:
-    """Which weights in a folder belong to linear layers, from its config; without one that is understood, any may."""
-    from secateur.inference.convert import CONFIG
-    from secateur.inference.saving import linear_weights
-
-    try:
-        return linear_weights(folder) if (folder / CONFIG).is_file() else (None, set())
-    except SecateurError:  # zeros can be counted without building the model
-        return None, set()
-
-
-def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Named weights from the files of a folder, one at a time."""
-    from secateur.inference.convert import expanded
+@contextmanager
+def _stored(folder: Path, masks: Mapping[str, Tensor]) -> Iterator[Source]:
+    """Named weights from the files of a folder, one at a time, with the masks under the same names."""
+    from secateur.inference.convert import CONFIG, expanded
     from secateur.inference.format import Packed, WeightFiles, no_weights, weight_files
+    from secateur.inference.saving import packable_names, without_values
 
+    model: nn.Module | None = None
+    linear: Linear = None, set()
+    with suppress(SecateurError):  # zeros can be counted without building the model
+        if (folder / CONFIG).is_file():
+            model = without_values(folder)
+            linear = packable_names(model)
     with expanded(folder) as whole:
         files = next((found for place in (whole, folder / BEST) if (found := weight_files(place))), [])
         if not files:
             raise no_weights(folder)
         with WeightFiles(files) as weights:
-            for name in weights:
-                weight = weights[name]
-                yield name, weight.dense() if isinstance(weight, Packed) else weight
+            dense = ((name, one.dense() if isinstance(one, Packed) else one) for name, one in weights.items())
+            yield Source(dense, linear, masks if model is None else _by_file_name(model, masks, weights))
+
+
+def _by_file_name(model: nn.Module, masks: Mapping[str, Tensor], weights: Collection[str]) -> Mapping[str, Tensor]:
+    """The masks by names in the files, split or joined like the weights there; as they are if that is not possible."""
+    from secateur.inference.convert import as_in_files
+
+    here = {name: mask for name, mask in masks.items() if name in weights}
+    try:
+        return here | as_in_files(model, {name: mask for name, mask in masks.items() if name not in here})
+    except Exception:  # conversions of transformers raise almost any type for masks of another model
+        return masks
 
 
 def _natural(one: Inspected) -> list[tuple[int, str]]:
@@ -120,8 +135,8 @@ def _row(one: Inspected) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def summary(found: list[Inspected], left_out: int, masked: bool) -> list[str]:
-    """Totals, and how zeros and masks agree, in sentences."""
+def summary(found: list[Inspected], left_out: int, apart: list[str] | None) -> list[str]:
+    """Totals, and how zeros and masks agree, in sentences; `apart` names masks without a weight (None: no masks)."""
     weights, zeros = sum(one.numel for one in found), sum(one.zeros for one in found)
     dense, packed = sum(one.dense_bytes for one in found), sum(min(one.dense_bytes, one.packed_bytes) for one in found)
     lines = [
@@ -129,16 +144,28 @@ def summary(found: list[Inspected], left_out: int, masked: bool) -> list[str]:
         + (f" {left_out:,} weights in vectors and other tensors were not counted." if left_out else ""),
         f"Dense {megabytes(dense)}; packed {megabytes(packed)}, tensors that packing would enlarge left dense.",
     ]
-    if not masked:
+    if apart is None:
         return [*lines, "No masks were saved with it, so zeros were not compared with masks."]
-    with_mask = [one for one in found if one.returned is not None]
+    return lines + _agreement([one for one in found if one.returned is not None], apart)
+
+
+def _agreement(with_mask: list[Inspected], apart: list[str]) -> list[str]:
+    """How zeros and masks agree, in sentences."""
+    lines = []
     returned, unmasked = sum(one.returned or 0 for one in with_mask), sum(one.unmasked or 0 for one in with_mask)
     if returned:
         names = ", ".join(one.name for one in with_mask if one.returned)
         lines.append(f"WARNING: {returned:,} weights that the masks remove are not zero, in {names}.")
-    else:
+    elif with_mask:
         lines.append(f"Every weight that the {len(with_mask)} masks remove is zero.")
-    return [*lines, f"{unmasked:,} weights are zero although their masks keep them."] if unmasked else lines
+    if unmasked:
+        lines.append(f"{unmasked:,} weights are zero although their masks keep them.")
+    if apart:
+        lines.append(
+            f"{len(apart)} masks were not compared with the zeros: the files have no weight of the same name and shape,"
+            f" such as {apart[0]}."
+        )
+    return lines
 
 
 def page(model: str, found: list[Inspected], lines: list[str], gains: Gains) -> str:

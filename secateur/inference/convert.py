@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,12 +146,17 @@ def file_names(model: nn.Module) -> dict[str, str]:
     transformers keeps the names of older versions in files for some families, such as ViT, and splits or joins some
     tensors; those are not listed.
     """
-    loading = library("transformers.core_model_loading", "Saving a model", HF_EXTRA)
     named = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     stand_ins = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named.items()}
     known = {id(stand_in): name for name, stand_in in stand_ins.items()}
-    saved = loading.revert_weight_conversion(model, stand_ins)
-    return {known[id(tensor)]: name for name, tensor in saved.items() if id(tensor) in known}
+    return {known[id(tensor)]: name for name, tensor in as_in_files(model, stand_ins).items() if id(tensor) in known}
+
+
+def as_in_files(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by names of parameters in the form that `save_pretrained` writes: renamed, split and joined."""
+    loading = library("transformers.core_model_loading", "Saving a model", HF_EXTRA)
+    saved: dict[str, Tensor] = loading.revert_weight_conversion(model, dict(tensors))
+    return saved
 
 
 def mark_config(folder: str | os.PathLike[str], version: int) -> None:

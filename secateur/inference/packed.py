@@ -7,7 +7,7 @@ the same bits as the dense layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from secateur.errors import ModelError
 from secateur.inference import cpu, gpu
 from secateur.inference.format import Packed, fault, pack_weight, smaller, unpacked
 from secateur.inference.timing import Timing, compare
+from secateur.model.kinds import reads_weight
 from secateur.report import collapse, text_table
 from secateur.selection import masks
 
@@ -409,11 +410,11 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
     owners: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(_memory(parameter), []).append(name)
-    parents = dict(model.named_modules())
+    modules = dict(model.named_modules())
     for name, module in model.named_modules():
         if (isinstance(module, nn.Linear) or is_conv1d(module)) and isinstance(getattr(module, "weight", None), Tensor):
             tied = [other for other in owners.get(_memory(module.weight), ()) if other != f"{name}.weight"]
-            yield name, module, _reason(module, tied, parents.get(name.rpartition(".")[0]))
+            yield name, module, _reason(module, tied) or _read_by(name, modules)
 
 
 def _memory(parameter: Tensor) -> Any:
@@ -423,15 +424,23 @@ def _memory(parameter: Tensor) -> Any:
     return parameter.device, parameter.untyped_storage().data_ptr()
 
 
-def _reason(layer: Any, tied: list[str], parent: nn.Module | None) -> str:
+def _read_by(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Which module around a layer reads its weight without calling the layer, as a reason, or ""."""
+    words = name.split(".")
+    for depth in reversed(range(len(words))):
+        kind: Any = type(modules[".".join(words[:depth])])
+        if reads_weight(kind, ".".join(words[depth:])):
+            return f"{kind.__name__} reads its weight directly"
+    return ""
+
+
+def _reason(layer: Any, tied: list[str]) -> str:
     if type(layer) is not nn.Linear and not is_conv1d(layer):
         return f"{type(layer).__name__} is a subclass of nn.Linear, which may compute something else"
     if tied:
         return f"shares its memory with {tied[0]}"
     if type(layer.weight) is not nn.Parameter:
         return f"its weight is a {type(layer.weight).__name__}"
-    if isinstance(parent, nn.TransformerEncoderLayer | nn.MultiheadAttention):
-        return f"{type(parent).__name__} reads its weight directly"
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     if any(hooks) or hasattr(layer, "_hf_hook"):
         return "has hooks, which would be lost"

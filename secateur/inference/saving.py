@@ -253,15 +253,20 @@ def export(
 def linear_weights(folder: Path) -> tuple[set[str], set[str]]:
     """Names of the weights that packed layers can hold, and of those that are [inputs, outputs], from the model's
     config alone."""
-    transformers = library("transformers", f"Packing {folder}", HF_EXTRA)
+    return packable_names(without_values(folder))
+
+
+def without_values(folder: Path) -> nn.Module:
+    """The model of a folder on the meta device, from its config alone."""
+    transformers = library("transformers", f"Reading the config of {folder}", HF_EXTRA)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         kind = pretrained_class(config)
         with torch.device("meta"):
-            model = kind(config) if issubclass(kind, nn.Module) else kind.from_config(config)
+            model: nn.Module = kind(config) if issubclass(kind, nn.Module) else kind.from_config(config)
     except Exception as error:  # damaged files raise almost any type
         raise not_loaded(os.fspath(folder), error) from error
-    return packable_names(model)
+    return model
 
 
 def packable_names(model: nn.Module) -> tuple[set[str], set[str]]:

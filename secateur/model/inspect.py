@@ -37,22 +37,23 @@ class Inspected:
 
 def inspect_tensors(
     tensors: Iterable[tuple[str, Tensor]], masks: Mapping[str, Tensor] | None = None
-) -> tuple[list[Inspected], int]:
-    """Inspect every floating-point tensor of two or more dimensions; also gives the number of weights left out.
+) -> tuple[list[Inspected], int, list[str]]:
+    """Inspect every floating-point tensor of two or more dimensions; also gives the number of weights left out, and the
+    names of masks that no tensor of the same name and shape was compared with.
 
     Tensors may come one at a time, so that a model larger than memory can be read from its files.
     """
     masks = {} if masks is None else masks
-    found, left_out, seen = [], 0, set()
+    found, left_out, compared = [], 0, set()
     for name, weight in tensors:
-        seen.add(name)
         if weight.ndim < 2 or not weight.is_floating_point() or not weight.numel():
             left_out += weight.numel()
             continue
-        found.append(inspect_tensor(name, weight, masks.get(name)))
-    if unknown := sorted(masks.keys() - seen):
-        raise StateError(f"There is a mask for {unknown[0]}, which is not among the weights. Save the model again.")
-    return found, left_out
+        mask = masks.get(name)
+        fits = mask is not None and mask.shape == weight.shape
+        compared |= {name} if fits else set()
+        found.append(inspect_tensor(name, weight, mask if fits else None))
+    return found, left_out, sorted(masks.keys() - compared)
 
 
 @torch.no_grad()

@@ -6,9 +6,15 @@ The type of the module that owns a parameter decides, then how that module is bu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from types import CodeType, FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +47,10 @@ VECTOR = "bias, norm or vector"
 PEFT_BASES = ("base_layer", "base_model", "model", "original_module", "word_embeddings")
 ADAPTER = "PEFT adapter"
 ADAPTER_COPY = "copy of a layer that PEFT trains (modules_to_save)"
+
+# Methods that run before a layer can be packed, and what may be asked of a packed layer's weight as of a dense one's.
+INITIAL = {"__init__", "_init_weights", "init_weights", "reset_parameters", "_reset_parameters"}
+HARMLESS = {"dtype", "device"}
 
 
 class When(IntEnum):
@@ -266,3 +276,53 @@ def originals(through: ParametrizationList) -> list[Tensor]:
     """The tensors a parametrization computes the weight from."""
     names = ["original"] if hasattr(through, "original") else [f"original{n}" for n in range(through.ntensors)]
     return [getattr(through, name) for name in names]
+
+
+# Weights that are read without calling their layer
+
+
+@functools.cache
+def reads_weight(kind: type[nn.Module], path: str) -> bool:
+    """Whether a method of this class, perhaps an inherited one, reads `self.{path}.weight` itself.
+
+    Without source, a method that has all these names counts as one that does.
+    """
+    names = {*path.split("."), "weight"}
+    for base in kind.__mro__:
+        members = {} if base in (nn.Module, object) else vars(base)
+        for code in (_code(member) for name, member in members.items() if name not in INITIAL):
+            if code is not None and names <= _names_in(code):
+                try:
+                    tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+                except (OSError, SyntaxError):  # made in an interpreter, or part of a longer expression
+                    return True
+                if f"self.{path}.weight" in _weights_read(tree):
+                    return True
+    return False
+
+
+def _code(member: Any) -> CodeType | None:
+    """The code of a method or property, behind its decorators."""
+    if isinstance(member, property | functools.cached_property):
+        member = member.fget if isinstance(member, property) else member.func
+    method = isinstance(member, FunctionType | classmethod | staticmethod)
+    code = getattr(inspect.unwrap(member), "__code__", None) if method else None
+    return code if isinstance(code, CodeType) else None
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Attributes and globals that a function uses, with the functions inside it."""
+    inner = [_names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return {*code.co_names}.union(*inner)
+
+
+def _weights_read(node: ast.AST) -> Iterator[str]:
+    """Expressions such as "self.proj.weight" whose values are read, not only their dtype, device or type."""
+    if isinstance(node, ast.Attribute) and node.attr in HARMLESS and isinstance(node.value, ast.Attribute):
+        return
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+        return
+    if isinstance(node, ast.Attribute) and node.attr == "weight" and isinstance(node.ctx, ast.Load):
+        yield ast.unparse(node)
+    for child in ast.iter_child_nodes(node):
+        yield from _weights_read(child)
