@@ -13,7 +13,14 @@ import secateur as sc
 from secateur.errors import FactError, ModelError
 from secateur.model.prunable import find_prunable
 from secateur.oneshot import batches as batches_module
-from secateur.oneshot.batches import check_ids, eval_mode, standard_loss, take_batches, usable_device
+from secateur.oneshot.batches import (
+    check_ids,
+    eval_mode,
+    restore_on_error,
+    standard_loss,
+    take_batches,
+    usable_device,
+)
 from secateur.oneshot.gradients import GradientPass, gather_gradients
 
 
@@ -116,6 +123,20 @@ def test_a_shuffled_loader_is_read_once() -> None:
     assert len(take_batches(torch.zeros(5, 3, dtype=torch.int64))) == 5
 
 
+def test_hooks_of_callables_without_a_module_survive_an_error() -> None:
+    """`__module__` of a callable object may be anything; only hooks of calibration are taken off."""
+    from types import SimpleNamespace
+
+    class Hook(SimpleNamespace):
+        def __call__(self, *_: object) -> None: ...
+
+    model = nn.Linear(4, 3)
+    model.register_forward_hook(Hook(__module__=None))
+    with pytest.raises(KeyError), restore_on_error(model):
+        raise KeyError
+    assert len(model._forward_hooks) == 1
+
+
 def test_default_losses_and_errors_without_one() -> None:
     model = nn.Linear(4, 3)
     inputs = torch.randn(5, 4)
@@ -125,6 +146,8 @@ def test_default_losses_and_errors_without_one() -> None:
         standard_loss(model, inputs)
     with pytest.raises(FactError, match="no batches"):
         take_batches([])
+    with pytest.raises(FactError, match=r"Token ids must be \[rows, positions\], not \[7\]"):
+        take_batches(torch.zeros(7, dtype=torch.int64))
     sites, _ = find_prunable(model, only="*")
     with pytest.raises(FactError, match=r"one number that depends on the weights.*\(5, 3\)"):
         gather_gradients(model, [inputs], sites, {"gradient"}, GradientPass(lambda model, batch: model(batch)))

@@ -147,6 +147,15 @@ def test_packed_models_are_unpacked(folder: Path, verb: str) -> None:
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
+def test_a_sparse_model_is_not_called_dense(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "prune", "--recipe", "wanda", "--out", str(folder / "half")) == 0
+    assert "perplexity: dense " in capsys.readouterr().out.lower()
+    assert run(folder, "prune", "--sparsity", "0.3", "--out", str(folder / "again"), model="half") == 0
+    said = "".join(capsys.readouterr())
+    assert "perplexity: before " in said.lower()
+    assert "50 % of the weights were zero already, more than the 30 % asked for" in said
+
+
 def test_two_texts_must_share_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(folder / "out")
     assert run(folder, "prune", "--eval-data", str(folder / "two.txt"), "--out", out) == 0

@@ -546,6 +546,9 @@ def test_what_is_no_module_or_has_no_values_is_refused(tmp_path: Path) -> None:
     for model in (tiny.llama().to("meta"), Small().to("meta")):
         with pytest.raises(ModelError, match="is on the meta device and has no values to save"):
             sc.save(model, tmp_path / "a")
+    for place in (None, "", 3):
+        with pytest.raises(ModelError, match="folder must be the path of a folder to write, not"):
+            sc.save(Small(), place)  # type: ignore[arg-type]
     model = Small()
     model.norm.running_mean = torch.empty(8, device="meta")
     with pytest.raises(ModelError, match="norm.running_mean is on the meta device"):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,14 @@ def test_a_collapse_is_called_one(
     found = Verdict(measure, before, after, 0.5, vocabulary).warnings
     assert len(found) == (said is not None)
     assert said is None or said in found[0]
+
+
+def test_a_model_with_more_zeros_than_asked_for_is_said_to_have_them() -> None:
+    found = Verdict("perplexity", 27.2, 27.2, 0.5, None, base="before", already=0.5, asked=0.3)
+    assert str(found) == "Perplexity: before 27.2 -> 27.2 at 50 %: +0.0 %"
+    assert found.warnings[0].startswith("50 % of the weights were zero already, more than the 30 % asked for")
+    assert not replace(found, asked=0.6).warnings
+    assert not replace(found, asked=None).warnings
 
 
 # Rows that are alike

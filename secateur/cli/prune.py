@@ -165,6 +165,7 @@ def _run_in(folder: Path, options: argparse.Namespace, work: Work, decides: bool
 
     from secateur.integrations.evaluation import check_context, task_for
     from secateur.integrations.folder import load, saved_bytes
+    from secateur.model.transfer import share_of_zeros
     from secateur.oneshot.batches import check_ids
     from secateur.progress import Stages
 
@@ -180,11 +181,15 @@ def _run_in(folder: Path, options: argparse.Namespace, work: Work, decides: bool
     check_ids(model, [calibration])
     moved = _crossing(model, task.batches(calibration[:1], 1)[0], device) if options.stream else nullcontext
     judge = Judge(model, tokenizer, task, evaluation, options, stages, moved)
+    zeros, sparse = share_of_zeros(model)
     before = judge("before")
     gauge = Gauge(judge, decisions, "the text that decides") if decides else Gauge(judge, evaluation, "held-out text")
     outcome = work(model, task.batches(calibration, options.batch), gauge)
     after = judge("after")
-    found = Verdict(task.measure, before[0][1], after[0][1], outcome.sparsity, _vocabulary(model))
+    found = Verdict(
+        task.measure, before[0][1], after[0][1], outcome.sparsity, _vocabulary(model),
+        base="before" if sparse else "dense", already=zeros if sparse else 0.0, asked=options.sparsity,
+    )  # fmt: skip
     if decides:
         found = replace(found, advice="Allow less (--max-drop), or decide on more text (--evaluation).")
     outcome = replace(
@@ -277,6 +282,8 @@ class Verdict:
     vocabulary: int | None  # number of tokens; None where unknown
     base: str = "dense"  # what `before` is the figure of
     advice: str = "Prune less (--sparsity), or try the recipe recommended and more calibration text."
+    already: float = 0.0  # share of zeros before, and the sparsity asked for
+    asked: float | None = None
 
     def __str__(self) -> str:
         arrow = f"{self.base} {_short(self.before)} -> {_short(self.after)} at {100 * self.sparsity:.3g} %"
@@ -287,6 +294,16 @@ class Verdict:
 
     @property
     def warnings(self) -> tuple[str, ...]:
+        """What the figures alone do not tell, in sentences."""
+        if self.asked is None or self.already <= self.asked:
+            return self._collapse()
+        return (
+            f"{100 * self.already:.3g} % of the weights were zero already, more than the {100 * self.asked:.3g} % asked"
+            " for: zeros are kept, and little or nothing was left to prune.",
+            *self._collapse(),
+        )
+
+    def _collapse(self) -> tuple[str, ...]:
         """A sentence if quality collapsed: perplexity more than doubled, or worse than guessing."""
         grown, limit = self._perplexity(self.after) / self._perplexity(self.before), self.vocabulary or math.inf
         advice = self.advice

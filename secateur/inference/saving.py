@@ -69,6 +69,8 @@ def save(
     write one. `compress="zstd"` makes the files smaller for transport; only `load` and `secateur export` read them.
     """
     check_module(model)
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise ModelError(f"folder must be the path of a folder to write, not {folder!r}.")
     if compress not in COMPRESSIONS or values not in VALUES:
         raise ModelError(
             f"compress={compress!r}, values={values!r}: use compress='zstd' or None, values='int8' or None."

@@ -42,7 +42,7 @@ from secateur.integrations.finetune_data import Texts, Windows, read_texts
 from secateur.integrations.folder import load, save, saved_bytes
 from secateur.integrations.transformers import PrunerCallback
 from secateur.model.prunable import find_prunable
-from secateur.model.transfer import SPARSE, load_masks
+from secateur.model.transfer import load_masks, share_of_zeros
 from secateur.oneshot.batches import check_ids
 from secateur.oneshot.prune import prune
 from secateur.progress import Stage, Stages
@@ -215,19 +215,9 @@ def _checked_task(plan: Plan, model: Any, tokenizer: Any) -> Task:
     return task_for(model, tokenizer)
 
 
-def _zeros(model: Any) -> tuple[float, bool]:
-    """The share of zeros in the prunable weights, and whether it makes the model sparse. Tensors that are entirely zero
-    do not: they may have been initialized so."""
-    weights = [one.parameter.detach() for one in find_prunable(model)[0]]
-    gone = {weight: weight.numel() - int(weight.count_nonzero()) for weight in weights}
-    partly = [weight for weight in weights if gone[weight] < weight.numel()]
-    sparse = sum(gone[weight] for weight in partly) > SPARSE * sum(weight.numel() for weight in partly)
-    return sum(gone.values()) / max(1, sum(weight.numel() for weight in weights)), sparse
-
-
 def _checked_zeros(plan: Plan, model: Any) -> tuple[bool, tuple[str, ...]]:
     """Whether the model is sparse already, and a note on what becomes of its zeros. Refuses what does not fit it."""
-    share, sparse = _zeros(model)
+    share, sparse = share_of_zeros(model)
     if plan.how == "hold" and not share:
         raise ModelError(
             f"{plan.model} has no zeros to hold. Prune it first (secateur prune), or use --how gradual or oneshot."

@@ -17,7 +17,7 @@ from secateur import kernels
 from secateur.errors import HF_EXTRA, StateError, library, nearest
 from secateur.model.distributed import local, part_of, unwrap, whole
 from secateur.model.held import Held
-from secateur.model.prunable import LeftOut, Prunable, parameters_in, plain_name
+from secateur.model.prunable import LeftOut, Prunable, find_prunable, parameters_in, plain_name
 from secateur.selection.masks import as_bool, can_unpack, pack, unpack
 
 logger = logging.getLogger("secateur")
@@ -284,3 +284,13 @@ def check_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
             raise StateError(
                 f"The mask of {name!r} is {mask.dtype} {list(mask.shape)}; it must be torch.bool {list(shapes[name])}."
             )
+
+
+def share_of_zeros(model: nn.Module) -> tuple[float, bool]:
+    """The share of zeros in the prunable weights, and whether it makes the model sparse. Tensors that are entirely zero
+    do not: they may have been initialized so."""
+    weights = [one.parameter.detach() for one in find_prunable(model)[0]]
+    counts = [(weight.numel() - int(weight.count_nonzero()), weight.numel()) for weight in weights]
+    partly = [(zeros, size) for zeros, size in counts if zeros < size]
+    sparse = sum(zeros for zeros, _ in partly) > SPARSE * sum(size for _, size in partly)
+    return sum(zeros for zeros, _ in counts) / max(1, sum(size for _, size in counts)), sparse

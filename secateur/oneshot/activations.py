@@ -214,9 +214,7 @@ class InputStatistics(TorchFunctionMode):
 
     def _without_padding(self, site: Prunable, inputs: Tensor, place: Place) -> Tensor:
         """The inputs without padded positions; all of them if they are not laid out like the batch."""
-        order = (
-            (INPUT, DECODER) if reads_input(site.name, place) else (DECODER, INPUT)
-        )  # the other if only its shape fits
+        order = (INPUT, DECODER) if reads_input(site.name, place) else (DECODER, INPUT)  # the second if it alone fits
         for mask in (self._padding[name] for name in order if name in self._padding):
             if inputs.ndim > 2 and inputs.shape[:2] == mask.shape:
                 return inputs[mask]

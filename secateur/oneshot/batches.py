@@ -38,6 +38,8 @@ def take_batches(batches: Iterable[Batch] | Tensor, limit: int | None = None) ->
         raise FactError(f"batches must be a loader, a list of batches or a tensor of ids, not {batches!r}.")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise FactError(f"limit must be the number of batches to take, at least 1; got {limit!r}.")
+    if isinstance(batches, Tensor) and batches.ndim == 1 and not batches.is_floating_point():
+        raise FactError(f"Token ids must be [rows, positions], not {list(batches.shape)}. For one row, ids[None].")
     taken = list(batches.split(1)[:limit]) if isinstance(batches, Tensor) else list(islice(batches, limit))
     if not taken:
         raise FactError("There are no batches to calibrate with. Pass a loader, a list of batches or a tensor of ids.")
@@ -366,7 +368,7 @@ def _remove_hooks(model: nn.Module) -> None:
     tables = [table for module in model.modules() for table in (module._forward_pre_hooks, module._forward_hooks)]
     tables += [parameter._post_accumulate_grad_hooks or {} for parameter in model.parameters()]
     for table in tables:
-        for number in [n for n, hook in table.items() if getattr(hook, "__module__", "").startswith(__package__)]:
+        for number in [n for n, hook in table.items() if str(getattr(hook, "__module__", "")).startswith(__package__)]:
             del table[number]
 
 

@@ -194,7 +194,8 @@ class CalibratedModel:
             alive = (site.parameter.detach() != 0).reshape(-1)
             masks.append(to_bits(alive) if self.held.packed else alive)
         self.held.take(masks, counts)
-        self.notes["sparse"] = f"{sum(self._pruned_before):,} weights were zero already and count as pruned."
+        zeros = f"{sum(self._pruned_before):,} weights ({self.sparsity:.1%})"
+        self.notes["sparse"] = f"{zeros} were zero already and count as pruned."
 
     def __enter__(self) -> Self:
         return self
