@@ -452,6 +452,10 @@ class WeightFiles(Mapping[str, Weight]):
         found = self._described[name].get("groups")
         return None if found is None else (found[0], found[1])
 
+    def kept(self, name: str) -> int:
+        """How many values a packed weight has, from the header of its file."""
+        return math.prod(self._where[name][1].get_slice(name).get_shape())
+
     def _tensor(self, name: str) -> Tensor:
         path, opened = self._where[name]
         try:

@@ -74,7 +74,7 @@ class SecateurQuantizer(HfQuantizer):
             for name in found.packed:
                 module = _named(model, names.get(name, name).removesuffix(".weight"))
                 if module is not None:
-                    _put_empty(model, module, f"{name}{SCALE}" in found, found.groups(name))
+                    _put_empty(model, module, found.kept(name), f"{name}{SCALE}" in found, found.groups(name))
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         for name, module in model.named_modules():
@@ -144,15 +144,15 @@ def _is_linear(module: Any) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
-def _put_empty(model: nn.Module, name: str, int8: bool, groups: Groups | None) -> None:
-    """Replace a linear layer by a packed one without values, whose buffers transformers fills. Where files hold groups,
-    it has a buffer for these instead of the mask."""
+def _put_empty(model: nn.Module, name: str, kept: int, int8: bool, groups: Groups | None) -> None:
+    """Replace a linear layer by a packed one whose buffers have the shapes of the files, for transformers to fill (5.23
+    and later refuse others). Where files hold groups, it has a buffer for these instead of the mask."""
     layer: Any = model.get_submodule(name)
     transposed = is_conv1d(layer)
     rows, columns = reversed(layer.weight.shape) if transposed else layer.weight.shape
     with torch.device("meta"):
         mask = torch.zeros(rows, -(-columns // 8), dtype=torch.uint8)
-        values = torch.empty(0, dtype=torch.int8 if int8 else layer.weight.dtype)
+        values = torch.empty(kept, dtype=torch.int8 if int8 else layer.weight.dtype)
         scale = torch.empty(rows, dtype=torch.float32) if int8 else None
         made = PackedLinear(Packed(values, mask, (rows, columns), layer.weight.dtype, scale), layer.bias)
         if groups is not None:
