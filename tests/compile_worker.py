@@ -110,7 +110,16 @@ def decoding(everything: bool) -> None:
 
 def multiply(x: Any, values: Any, streams: Any, scale: Any, form: Form) -> None:
     decode_triton.linear(
-        x, values, streams.indices, streams.bases, streams.starts, scale, None, streams.dtype, form.numbers()
+        x,
+        values,
+        streams.indices,
+        streams.bases,
+        streams.starts,
+        streams.shares,
+        scale,
+        None,
+        streams.dtype,
+        form.numbers(),
     )
 
 

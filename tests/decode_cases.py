@@ -9,6 +9,7 @@ from torch import Tensor
 
 from secateur import kernels
 from secateur.inference.format import Packed, pack_weight
+from secateur.inference.gpu import Setting
 from secateur.inference.packed import row_offsets
 from secateur.kernels.decode import Streams, dense_of, reference, streams_of
 
@@ -32,27 +33,31 @@ def pattern_of(shape: tuple[int, int], kept: int, dtype: torch.dtype, device: An
     return weight.masked_fill(order >= kept, 0).flatten(1)[:, : shape[1]].to(dtype)
 
 
-def streams_for(packed: Packed, kinds: tuple[str, ...] = ("cells", "4", "8")) -> Streams:
-    return streams_of(packed.values, packed.mask, packed.shape[1], kinds=kinds)
+def streams_for(packed: Packed, kinds: tuple[str, ...] = ("cells", "4", "8"), processors: int = 3) -> Streams:
+    return streams_of(packed.values, packed.mask, packed.shape[1], kinds=kinds, processors=processors)
+
+
+def parts_of(streams: Streams) -> tuple[Any, ...]:
+    return streams.values, streams.indices, streams.bases, streams.starts, streams.shares
 
 
 def check_decode(
     weight: Tensor, inputs: int, *, int8: bool = False, biased: bool = False, kinds: tuple[str, ...] = ("4", "8"),
-    setting: tuple[int, int, int] | None = None,
+    setting: Setting | None = None, processors: int = 3,
 ) -> Tensor:  # fmt: skip
     """The kernel against its twin, and the twin's weight against the dense one; returns what the kernel computed."""
     packed = pack_weight(weight, int8=int8)
-    streams = streams_for(packed, kinds)
+    streams = streams_for(packed, kinds, processors)
     streams = streams if setting is None else streams.launched(*setting)
     if not int8:
         assert torch.equal(dense_of(streams), weight)
     x = torch.randn(inputs, weight.shape[1], device=weight.device).to(weight.dtype)
     bias = torch.randn(weight.shape[0], device=weight.device).to(weight.dtype) if biased else None
-    parts = (streams.values, streams.indices, streams.bases, streams.starts, packed.scale, bias, streams.dtype)
+    parts = (*parts_of(streams), packed.scale, bias, streams.dtype)
     found = kernels.sparse_linear(x, *parts, streams.form.numbers())
     again = kernels.sparse_linear(x, *parts, streams.form.numbers())
     assert torch.equal(found, again)
-    wanted = reference(x.double(), streams, packed.scale, bias) if weight.is_cpu else reference(x, streams, *parts[4:6])
+    wanted = reference(x.double() if weight.is_cpu else x, streams, packed.scale, bias)
     largest = float(wanted.abs().max()) or 1.0
     assert found.dtype == x.dtype
     assert float((found.double() - wanted.double()).abs().max()) <= TOLERANCES[x.dtype] * largest

@@ -19,7 +19,7 @@ import secateur as sc
 from secateur.inference import gpu
 from secateur.inference.format import pack_weight
 from secateur.inference.packed import PackedLinear
-from secateur.kernels.decode import CHUNK, Form, dense_of, streams_of
+from secateur.kernels.decode import CHUNK, CUDA, TRITON, Form, dense_of, streams_of
 from secateur.selection import masks
 from tests import decode_cases as cases
 
@@ -74,7 +74,8 @@ def test_patterns_of_sixteen_need_no_gaps(kept: int) -> None:
     streams = cases.streams_for(pack_weight(weight))
     assert streams.form.cell == kept
     assert not streams.bases.numel()
-    assert streams.nbytes - streams.starts.nbytes == weight.numel() * kept / 16 * 2.5  # 20 bits a value
+    placed = streams.starts.nbytes + streams.shares.nbytes
+    assert streams.nbytes - placed == weight.numel() * kept / 16 * 2.5  # 20 bits a value
     assert torch.equal(dense_of(streams), weight)
 
 
@@ -106,7 +107,7 @@ def test_the_kernel_and_its_twin(interpreted: None, dtype: torch.dtype, inputs: 
 def test_the_kernel_for_patterns_and_for_int8(interpreted: None) -> None:
     cases.check_decode(cases.pattern_of((8, 100), 4, torch.float32), 2, kinds=("cells",))
     cases.check_decode(cases.weight_of((9, 100), 0.5, torch.float16), 2, int8=True, biased=True)
-    cases.check_decode(cases.weight_of((3, 40), 0.5, torch.float32), 1, setting=(2, 2, 1))
+    cases.check_decode(cases.weight_of((3, 40), 0.5, torch.float32), 1, setting=(TRITON, 2, 2, 1))
 
 
 def test_unpacking_is_exact(interpreted: None) -> None:
@@ -175,7 +176,7 @@ def test_a_measured_pack_sets_the_launch_of_layers_alike(interpreted: None, monk
     with torch.no_grad():
         model[0].weight.copy_(cases.weight_of((16, 64), 0.8, torch.float32))
         model[1].weight.copy_(-model[0].weight)
-    monkeypatch.setattr(gpu, "SETTINGS", ((8, 4, 2), (4, 4, 1)))
+    monkeypatch.setattr(gpu, "TRITON_SETTINGS", ((TRITON, 8, 4, 2), (TRITON, 4, 4, 1)))
     monkeypatch.setattr(gpu, "TRIED", (1,))
     monkeypatch.setattr(gpu, "COPIES", 1)
     tried = []
@@ -193,7 +194,7 @@ def test_a_measured_pack_sets_the_launch_of_layers_alike(interpreted: None, monk
 
 
 def test_forms_travel_through_an_op_as_numbers() -> None:
-    form = Form(3, 100, 64, 8, 4, cell=2, tile=4, warps=2, stages=3)
+    form = Form(3, 100, 64, 8, 4, cell=2, kernel=CUDA, tile=4, warps=2, stages=3)
     assert Form(*form.numbers()) == form
 
 

@@ -45,8 +45,8 @@ def test_patterns(kept: int) -> None:
         cases.check_decode(cases.pattern_of((65, columns), kept, torch.bfloat16, GPU), 1, kinds=("cells",))
 
 
-@pytest.mark.parametrize("setting", gpu.SETTINGS)
-def test_every_launch_setting(setting: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("setting", [*gpu.CUDA_SETTINGS, *gpu.TRITON_SETTINGS])
+def test_every_launch_setting(setting: gpu.Setting) -> None:
     for inputs in (1, 4):
         cases.check_decode(cases.weight_of((1000, 4096), 0.8, torch.bfloat16, GPU), inputs, setting=setting)
 

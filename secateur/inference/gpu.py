@@ -20,16 +20,20 @@ from torch.nn import functional
 from secateur import kernels
 from secateur.inference.format import Packed, unpacked
 from secateur.inference.timing import beyond_cache, graph_microseconds
-from secateur.kernels.decode import Streams, can_stream, streams_of
+from secateur.kernels import decode_cuda
+from secateur.kernels.decode import CUDA, TRITON, Streams, can_stream, streams_of
 
 LOG = logging.getLogger("secateur")
 DEVICES = {"cuda"}  # types of devices on which layers get streams
 # Inputs up to which the kernel is used where nothing was measured; `few_of` measures it.
 FEW = 4
 TRIED = (1, 4, 8, 16)  # numbers of inputs that `few_of` measures
+Setting = tuple[int, int, int, int]  # kernel, tile, warps, stages
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Rows of a program, its warps, segments in flight. Fewer rows: more programs; more rows: inputs are staged less often.
-SETTINGS = ((8, 4, 2), (16, 8, 2), (4, 4, 2), (8, 4, 1), (16, 4, 3))
+# Launch settings that are tried (`Form` has their meaning). In Triton fewer rows make more programs; with more rows
+# inputs are staged less often.
+CUDA_SETTINGS: tuple[Setting, ...] = ((CUDA, 1024, 1, 2), (CUDA, 1024, 1, 1), (CUDA, 512, 1, 2), (CUDA, 512, 2, 1))
+TRITON_SETTINGS: tuple[Setting, ...] = ((TRITON, 8, 4, 2), (TRITON, 16, 8, 2), (TRITON, 4, 4, 2))
 COPIES = 16  # of streams that tuning goes round at most
 
 
@@ -43,7 +47,15 @@ def streams_for(packed: Packed) -> Streams | None:
     values = packed.values
     if not served(values.device) or not can_stream(values.dtype, packed.scale is not None) or not packed.mask.numel():
         return None
-    return streams_of(values, packed.mask, packed.shape[1])
+    if decode_cuda.reason_against(values.device) is not None:
+        return streams_of(values, packed.mask, packed.shape[1])
+    streams = streams_of(values, packed.mask, packed.shape[1], processors=decode_cuda.processors(values.device))
+    return streams.launched(*settings_for(streams)[0])
+
+
+def settings_for(streams: Streams) -> tuple[Setting, ...]:
+    """Launch settings to try: the CUDA kernel's where it can run, as it is faster."""
+    return CUDA_SETTINGS if decode_cuda.can_run(streams) else TRITON_SETTINGS
 
 
 @torch.library.custom_op("secateur::sparse_linear", mutates_args=())
@@ -53,18 +65,19 @@ def sparse_linear(
     indices: Sequence[Tensor],
     bases: Tensor,
     starts: Tensor,
+    shares: Tensor,
     scale: Tensor | None,
     bias: Tensor | None,
     dtype: torch.dtype,
     form: Sequence[int],
 ) -> Tensor:
     """x @ weight.T * scale + bias for few inputs and a weight in streams; no gradients."""
-    return kernels.sparse_linear(x, values, indices, bases, starts, scale, bias, dtype, form)
+    return kernels.sparse_linear(x, values, indices, bases, starts, shares, scale, bias, dtype, form)
 
 
 @sparse_linear.register_fake
 def _(
-    x: Tensor, values: Sequence[Tensor], indices: Sequence[Tensor], bases: Tensor, starts: Tensor,
+    x: Tensor, values: Sequence[Tensor], indices: Sequence[Tensor], bases: Tensor, starts: Tensor, shares: Tensor,
     scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype, form: Sequence[int],
 ) -> Tensor:  # fmt: skip
     return x.new_empty((*x.shape[:-1], form[0]))
@@ -84,11 +97,10 @@ def takes(x: Tensor, streams: Streams, scaled: bool, few: int) -> bool:
 
 def decode(x: Tensor, streams: Streams, scale: Tensor | None, bias: Tensor | None, *, observed: bool = True) -> Tensor:
     """x @ weight.T + bias by the kernel; `observed`: something traces the call, so it must be an op."""
-    given = (x, streams.values, streams.indices, streams.bases, streams.starts, scale, bias, streams.dtype)
-    if observed:
-        result: Tensor = sparse_linear(*given, streams.form.numbers())
-        return result
-    return kernels.sparse_linear(*given, streams.form.numbers())
+    parts = (streams.values, streams.indices, streams.bases, streams.starts, streams.shares)
+    given = (x, *parts, scale, bias, streams.dtype, streams.form.numbers())
+    result: Tensor = sparse_linear(*given) if observed else kernels.sparse_linear(*given)
+    return result
 
 
 # One buffer for each device, CUDA stream and dtype, as large as the largest weight so far. Layers run one after another
@@ -124,11 +136,11 @@ def linear(
 
 
 @torch.no_grad()
-def timed_settings(streams: Streams, scale: Tensor | None, x: Tensor) -> dict[tuple[int, int, int], float]:
+def timed_settings(streams: Streams, scale: Tensor | None, x: Tensor) -> dict[Setting, float]:
     """Microseconds of these inputs with each launch setting that can run on this device."""
     number = min(COPIES, -(-beyond_cache(x.device) // max(1, streams.nbytes)))
     copies, times = [streams, *(copy.deepcopy(streams) for _ in range(number - 1))], {}
-    for setting in SETTINGS:
+    for setting in settings_for(streams):
         calls = [partial(decode, x, one.launched(*setting), scale, None, observed=False) for one in copies]
         try:
             times[setting] = min(graph_microseconds(calls, x.device))
@@ -139,8 +151,8 @@ def timed_settings(streams: Streams, scale: Tensor | None, x: Tensor) -> dict[tu
     return times
 
 
-def best_setting(streams: Streams, x: Tensor) -> tuple[int, int, int]:
-    """The fastest launch setting for this input; values with a scale take as long as those without."""
+def best_setting(streams: Streams, x: Tensor) -> Setting:
+    """The fastest launch setting for these inputs; values with a scale take as long as those without."""
     scale = torch.ones(streams.form.rows, device=x.device) if streams.dtype == torch.int8 else None
     times = timed_settings(streams, scale, x)
     return min(times, key=times.__getitem__)
@@ -148,10 +160,10 @@ def best_setting(streams: Streams, x: Tensor) -> tuple[int, int, int]:
 
 @torch.no_grad()
 def few_of(streams: Streams, packed: Packed, offsets: Tensor, x: Tensor) -> int:
-    """The largest number of inputs, of those TRIED, for which streams are faster than unpacking and cuBLAS."""
+    """The largest number of inputs, of those TRIED and that of x, for which streams beat unpacking and cuBLAS."""
     few = 0
-    for inputs in TRIED:
-        given = x.expand(inputs, -1).contiguous()
+    for inputs in sorted({*TRIED, x.shape[0]}):
+        given = x[:1].expand(inputs, -1).contiguous()
         sparse = partial(decode, given, streams, packed.scale, None, observed=False)
         parts = (packed.values, packed.mask, offsets, packed.scale, None, packed.shape[1])
         unpacking = partial(linear, given, *parts)

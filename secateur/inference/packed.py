@@ -317,8 +317,9 @@ class PackReport:
 CHANGED: list[Callable[[nn.Module], None]] = []
 
 
-def pack(model: nn.Module, *, memory: bool = False) -> PackReport:
-    """Replace linear layers by packed ones, in place, wherever one input then takes less time on their device.
+def pack(model: nn.Module, *, memory: bool = False, inputs: int = 1) -> PackReport:
+    """Replace linear layers by packed ones, in place, wherever `inputs` tokens at a time then take less time on their
+    device.
 
     Each shape is timed once, dense and packed; `memory` packs without timing, wherever that takes fewer bytes. Left
     alone, each with its reason in the report: layers that are slower packed, tied and shared weights, subclasses of
@@ -326,6 +327,8 @@ def pack(model: nn.Module, *, memory: bool = False) -> PackReport:
     outputs differ from dense ones by the order of sums (SECATEUR_KERNELS=off: not at all).
     """
     check_module(model)
+    if type(inputs) is not int or inputs < 1:
+        raise ModelError(f"inputs is the number of tokens that a layer gets at a time, at least 1, not {inputs!r}.")
     if isinstance(model, nn.Linear) or is_conv1d(model):
         raise ModelError("pack replaces layers inside a model. For a single layer use PackedLinear.from_linear(layer).")
     rows = []
@@ -338,9 +341,10 @@ def pack(model: nn.Module, *, memory: bool = False) -> PackReport:
         if not reason and not smaller(weight.detach()):
             reason = "too few zeros to be smaller packed"
         made = None if reason else PackedLinear.from_linear(layer, lean=memory)
-        found = None if made is None or memory else _timed(layer, made, zeros, times)
+        found = None if made is None or memory else _timed(layer, made, zeros, inputs, times)
         if found is not None and found.ratio <= 1:
-            reason = f"slower packed: {min(found.packed):.0f} us for one input, dense {min(found.dense):.0f} us"
+            what = "one input" if inputs == 1 else f"{inputs} inputs"
+            reason = f"slower packed: {min(found.packed):.0f} us for {what}, dense {min(found.dense):.0f} us"
         elif made is not None:
             _replace(model, name, made)
             after = made.nbytes
@@ -355,16 +359,16 @@ class Measured(NamedTuple):
     """What was measured of a layer: its times and, with streams, the best launch settings and where they pay."""
 
     timing: Timing
-    setting: tuple[int, int, int] | None
+    setting: gpu.Setting | None
     few: int
 
 
-def _timed(layer: Any, made: PackedLinear, zeros: int, known: dict[Any, Measured]) -> Timing:
+def _timed(layer: Any, made: PackedLinear, zeros: int, inputs: int, known: dict[Any, Measured]) -> Timing:
     """The times of a layer, or of one of the same shape and, to a twentieth, the same sparsity; sets its launch."""
     weight = layer.weight
     key = (tuple(weight.shape), weight.dtype, weight.device, layer.bias is None, round(20 * zeros / weight.numel()))
     if key not in known:
-        x = torch.ones(1, made.in_features, dtype=weight.dtype, device=weight.device)
+        x = torch.ones(inputs, made.in_features, dtype=weight.dtype, device=weight.device)
         setting = None
         if made.streams is not None:
             setting = gpu.best_setting(made.streams, x)

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from secateur.kernels import select
+from secateur.kernels import decode_cuda, select
+from secateur.kernels.decode import CUDA, Form
 from secateur.kernels.reference import AdamWTensors, Hyper
 from secateur.kernels.table import FLOATS
 from secateur.selection import exact
@@ -182,14 +183,17 @@ def take_adamw(ready: Sequence[Any], gradients: Sequence[Tensor], hyper: Hyper, 
 
 
 def sparse_linear(
-    x: Tensor, values: Sequence[Tensor], indices: Sequence[Tensor], bases: Tensor, starts: Tensor,
+    x: Tensor, values: Sequence[Tensor], indices: Sequence[Tensor], bases: Tensor, starts: Tensor, shares: Tensor,
     scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype, form: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """x @ weight.T * scale + bias for few inputs and the streams of decode.py, on a device with kernels."""
-    from secateur.kernels import decode_triton
-
+    given = (x, values, indices, bases, starts, shares, scale, bias, dtype, form)
     with on(x.device):
-        return decode_triton.linear(x, values, indices, bases, starts, scale, bias, dtype, form)
+        if Form(*form).kernel == CUDA:
+            return decode_cuda.linear(*given)
+        from secateur.kernels import decode_triton
+
+        return decode_triton.linear(*given)
 
 
 def unpack_weight(

@@ -31,6 +31,11 @@ GROUPS = (32, 16, 8)  # groups that a segment may have at most; fewer only if th
 CLEARLY = 0.95
 ROWS = 8  # that share one staging of inputs, for the choice of the width
 STARTS = 40  # bits of `starts` that hold where a stream begins; those above hold its length
+SHORT = 1 << 16  # columns up to which 16 bits hold the column of a group
+SHARES = 16  # of the work for each multiprocessor, at least
+SHARE, SHARE_ROWS = 1024, 128  # groups and rows that a share has at most
+ROW_COST = 2  # groups that take as long as adding up a row does
+TRITON, CUDA = 0, 1  # kernels
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,10 @@ class Form:
     groups: int  # power of two that no stream exceeds
     bits: int  # of an index
     cell: int = 0  # values in a cell of 16 columns; 0: indices are gaps
-    tile: int = ROWS  # rows of a program
-    warps: int = 4
-    stages: int = 2  # segments in flight
+    kernel: int = TRITON  # or CUDA, for which the next three mean what stands in brackets
+    tile: int = ROWS  # rows of a program (threads of a block)
+    warps: int = 4  # (blocks of a multiprocessor)
+    stages: int = 2  # segments in flight (groups that a thread reads ahead)
 
     @property
     def segments(self) -> int:
@@ -54,7 +60,10 @@ class Form:
 
     def numbers(self) -> list[int]:
         """As the arguments of a torch op."""
-        return list(vars(self).values())
+        return [
+            self.rows, self.columns, self.width, self.groups, self.bits, self.cell, self.kernel, self.tile, self.warps,
+            self.stages,
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,23 +73,25 @@ class Streams:
     form: Form
     values: tuple[Tensor, ...]  # int32 [groups, 4], two 16-bit values a word; or four of fp32 or int8 [groups, 4]
     indices: tuple[Tensor, ...]  # int32 [groups], 32 bits of indices each
-    bases: Tensor  # int16 [groups]: column of the first value in its segment; empty for cells
+    bases: Tensor  # [groups]: column of the first value, in the bits of int16 up to SHORT columns, otherwise int32;
+    # empty for cells
     starts: Tensor  # int64 [rows * segments]: where the stream begins, and above STARTS bits its number of groups
+    shares: Tensor  # int32 [shares + 1, 2]: row and group at which each share of the work begins, and the ends
     dtype: torch.dtype  # of the values
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them."""
-        return (*self.values, *self.indices, self.bases, self.starts)
+        return (*self.values, *self.indices, self.bases, self.starts, self.shares)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def launched(self, tile: int, warps: int, stages: int) -> Streams:
+    def launched(self, kernel: int, tile: int, warps: int, stages: int) -> Streams:
         """The same streams with other launch settings."""
-        return replace(self, form=replace(self.form, tile=tile, warps=warps, stages=stages))
+        return replace(self, form=replace(self.form, kernel=kernel, tile=tile, warps=warps, stages=stages))
 
 
 def can_stream(dtype: torch.dtype, scaled: bool) -> bool:
@@ -89,10 +100,13 @@ def can_stream(dtype: torch.dtype, scaled: bool) -> bool:
 
 
 @torch.no_grad()
-def streams_of(values: Tensor, mask: Tensor, columns: int, *, kinds: tuple[str, ...] = ("cells", "4", "8")) -> Streams:
+def streams_of(
+    values: Tensor, mask: Tensor, columns: int, *, kinds: tuple[str, ...] = ("cells", "4", "8"), processors: int = 1
+) -> Streams:
     """The streams of a packed weight: its values row by row, and a bit mask of [rows, ceil(columns / 8)].
 
-    The weight has at least one row and one column. `kinds` limits the choice: cells, and gaps of 4 or 8 bits.
+    The weight has at least one row and one column. `kinds` limits the choice: cells, and gaps of 4 or 8 bits. Shares
+    of the work are a multiple of `processors`.
     """
     found = [_plan_cells(mask, columns, values.itemsize)] if "cells" in kinds else []
     found += [_plan_gaps(mask, columns, values.itemsize, int(kind)) for kind in kinds if kind in ("4", "8")]
@@ -104,11 +118,35 @@ def streams_of(values: Tensor, mask: Tensor, columns: int, *, kinds: tuple[str, 
         parts.append(_cells(form, kept, mine) if form.cell else _gaps(form, kept, mine))
         first += count
     entries, codes, bases, counts = (torch.cat(part) for part in zip(*parts, strict=True))
-    begin = counts.cumsum(0) - counts
+    starts = counts.cumsum(0) - counts | counts << STARTS
+    bases = bases.to(torch.int32 if columns > SHORT else torch.int16)
     return Streams(
-        form, _value_planes(entries), _index_planes(codes, form.bits), bases.to(torch.int16),
-        begin | (counts << STARTS), values.dtype,
+        form, _value_planes(entries), _index_planes(codes, form.bits), bases, starts,
+        shares_of(starts, form, processors), values.dtype,
     )  # fmt: skip
+
+
+def shares_of(starts: Tensor, form: Form, processors: int) -> Tensor:
+    """Cuts the rows into shares of about equal work; none if a row is too long for a share."""
+    begin = starts.view(form.rows, form.segments)[:, 0] & (1 << STARTS) - 1
+    groups = torch.cat((begin, (starts & (1 << STARTS) - 1)[-1:] + (starts >> STARTS)[-1:]))
+    none = starts.new_empty(0, 2, dtype=torch.int32)
+    if int(groups.diff().max()) > SHARE:
+        return none
+    work = groups + ROW_COST * torch.arange(form.rows + 1, device=starts.device)
+    least = max(int(groups[-1]) / SHARE, form.rows / SHARE_ROWS, SHARES * processors)
+    number = -int(-least // processors) * processors
+    while number <= form.rows * SHARES * processors:
+        wanted = torch.arange(number + 1, device=starts.device) * work[-1] // number
+        found = torch.searchsorted(work, wanted)
+        before = (found - 1).clamp_(min=0)
+        rows = torch.where(wanted - work[before] < work[found] - wanted, before, found)
+        made = torch.stack((rows, groups[rows]), 1)
+        most = made.diff(dim=0).amax(0)
+        if int(most[0]) <= SHARE_ROWS and int(most[1]) <= SHARE:
+            return made.int()
+        number += max(processors, number // 16 // processors * processors)
+    return none
 
 
 def _blocks(mask: Tensor, columns: int) -> Iterator[Tensor]:
@@ -222,7 +260,8 @@ def _gaps(form: Form, kept: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Ten
     stored[slot] = values
     places = places.view(-1, ENTRIES)
     codes = places.diff(dim=1, prepend=places[:, :1])
-    return stored.view(-1, ENTRIES), codes, places[:, 0], counts
+    segment = torch.arange(counts.numel(), device=kept.device).repeat_interleave(counts) % form.segments
+    return stored.view(-1, ENTRIES), codes, places[:, 0] + segment * form.width, counts
 
 
 def _cells(form: Form, kept: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -268,16 +307,18 @@ def _entries_of(streams: Streams) -> Tensor:
 
 
 def columns_of(streams: Streams) -> Tensor:
-    """The column of every entry in its segment: int64 [groups, 16]."""
+    """The column of every entry: int64 [groups, 16]."""
     form = streams.form
     data = torch.stack(streams.indices, 1).view(torch.uint8)
     codes = (torch.stack((data & 15, data >> 4), -1).flatten(1) if form.bits == 4 else data).long()
     if not form.cell:
-        return streams.bases.long()[:, None] + codes.cumsum(1)
+        bases = streams.bases.long()
+        return (bases & SHORT - 1 if streams.bases.dtype == torch.int16 else bases)[:, None] + codes.cumsum(1)
     counts = streams.starts >> STARTS
     group = torch.arange(codes.shape[0], device=codes.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     entry = group[:, None] * ENTRIES + torch.arange(ENTRIES, device=codes.device)
-    return entry // form.cell * CELL + codes
+    segment = torch.arange(counts.numel(), device=codes.device).repeat_interleave(counts) % form.segments
+    return entry // form.cell * CELL + codes + (segment * form.width)[:, None]
 
 
 @torch.no_grad()
@@ -285,10 +326,9 @@ def dense_of(streams: Streams) -> Tensor:
     """The dense weight in the dtype of the values, to the bit: what the kernel multiplies by."""
     form, device = streams.form, streams.starts.device
     stream = torch.arange(form.rows * form.segments, device=device).repeat_interleave(streams.starts >> STARTS)
-    columns = (stream % form.segments * form.width)[:, None] + columns_of(streams)
     padded = form.segments * form.width  # cells may reach beyond the last column, with value zero
     weight = torch.zeros(form.rows * padded, dtype=streams.dtype, device=device)
-    place = (stream // form.segments * padded)[:, None] + columns
+    place = (stream // form.segments * padded)[:, None] + columns_of(streams)
     weight.scatter_add_(0, place.flatten(), _entries_of(streams).flatten())  # entries of value zero add nothing
     return weight.view(form.rows, padded)[:, : form.columns].contiguous()
 

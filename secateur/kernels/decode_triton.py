@@ -23,6 +23,7 @@ from secateur.kernels.scores_triton import launch_kernel
 CELL_COLUMNS = tl.constexpr(decode.CELL)
 ENTRIES = tl.constexpr(decode.ENTRIES)
 STARTS = tl.constexpr(decode.STARTS)
+SHORT = tl.constexpr(decode.SHORT)
 BEGIN = tl.constexpr((1 << decode.STARTS) - 1)
 BYTES = 512  # of a mask that a program of `_unpack` reads at a time
 
@@ -187,6 +188,7 @@ def _decode(
             base = tl.where(valid, group * (ENTRIES // CELL * CELL_COLUMNS), 0)
         else:
             base = tl.load(bases + place, mask=valid, other=0).to(tl.int32)
+            base = tl.where(valid, (base & 0xFFFF if COLUMNS <= SHORT else base) - segment * WIDTH, 0)
         one, two, three, four = _quarters(
             indices0, indices1, indices2, indices3, place, valid, base, quarter, BITS, CELL
         )
@@ -252,7 +254,7 @@ def _unpack(
 
 
 def linear(
-    x: Tensor, values: Sequence[Tensor], indices: Sequence[Tensor], bases: Tensor, starts: Tensor,
+    x: Tensor, values: Sequence[Tensor], indices: Sequence[Tensor], bases: Tensor, starts: Tensor, shares: Tensor,
     scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype, numbers: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """x @ weight.T * scale + bias for few inputs, of the streams with the form that has these numbers."""

@@ -1,0 +1,138 @@
+"""Few inputs times a sparse weight on NVIDIA GPUs from compute capability 8.0 on: compiles and launches decode.cu.
+
+decode.py has the format and the twin; where this cannot run, decode_triton.py does the same more slowly.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secateur.kernels.decode import CELL, ENTRIES, SHARE, SHARE_ROWS, SHORT, Form, Streams
+from secateur.kernels.nvrtc import CompilerError, Function, compile_source, compiler, driver
+
+SOURCE = Path(__file__).with_name("decode.cu")
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+OLDEST, EARLY = (8, 0), (9, 0)  # compute capabilities: that can run the kernel, and that can begin it early
+TOGETHER = {1: 20, 2: 10, 4: 5}  # shares whose partial sums there is room for, by number of inputs at a time
+
+
+@functools.cache
+def reason_against(device: torch.device) -> str | None:
+    """Why this device cannot run the kernel; None if it can."""
+    if device.type != "cuda":
+        return "it is no NVIDIA GPU"
+    if torch.cuda.get_device_capability(device) < OLDEST:
+        return f"it is older than compute capability {OLDEST[0]}.{OLDEST[1]}"
+    try:
+        compiler(), driver()
+    except CompilerError as error:
+        return str(error)
+    return None
+
+
+def can_run(streams: Streams) -> bool:
+    """Whether the kernel can multiply by these streams on their device."""
+    device, form = streams.starts.device, streams.form
+    return (
+        reason_against(device) is None
+        and streams.shares.numel() > 0
+        and form.columns <= SHORT
+        and shared_bytes(form, 1, torch.float32) <= _room(device)
+    )
+
+
+@functools.cache
+def _room(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def shared_bytes(form: Form, inputs: int, dtype: torch.dtype) -> int:
+    """Shared memory of a block: inputs (one is kept in fp32), partial sums, and where rows begin."""
+    staged = _padded(form) * (4 if inputs == 1 else inputs * dtype.itemsize)
+    return staged + TOGETHER[inputs] * (inputs * SHARE + 2 * SHARE_ROWS) * 4 + 8
+
+
+def _step(form: Form) -> int:
+    """Columns that a group of cells covers."""
+    return CELL * ENTRIES // form.cell if form.cell else 1
+
+
+def _padded(form: Form) -> int:
+    """Columns that are staged: whole groups of cells, or 8, which are 16 bytes of an input."""
+    step = max(8, _step(form))
+    return -(-form.columns // step) * step
+
+
+def _inputs_together(form: Form, inputs: int, x: Tensor) -> int:
+    """How many inputs a launch multiplies at once: as many as fit into 8 bytes a column and into shared memory."""
+    most = min(8 // x.dtype.itemsize, 1 if inputs == 1 else 2 if inputs == 2 else 4)
+    return next((n for n in (4, 2) if n <= most and shared_bytes(form, n, x.dtype) <= _room(x.device)), 1)
+
+
+@functools.cache
+def _code(device: torch.device, defined: tuple[tuple[str, int], ...]) -> bytes:
+    major, minor = torch.cuda.get_device_capability(device)
+    return compile_source(SOURCE.read_text(encoding="utf-8"), f"sm_{major}{minor}", [f"-D{a}={b}" for a, b in defined])
+
+
+@functools.cache
+def _function(device: torch.device, defined: tuple[tuple[str, int], ...], shared: int) -> Function:
+    return Function(_code(device, defined), "decode", shared)
+
+
+def linear(
+    x: Tensor, values: Sequence[Tensor], indices: Sequence[Tensor], bases: Tensor, starts: Tensor, shares: Tensor,
+    scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype, numbers: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """x @ weight.T * scale + bias for few inputs, of the streams with the form that has these numbers."""
+    form = Form(*numbers)
+    x = x.contiguous()
+    inputs, count = x.numel() // form.columns, shares.shape[0] - 1
+    out = x.new_empty((*x.shape[:-1], form.rows))
+    together = _inputs_together(form, inputs, x)
+    defined = (
+        ("X", TYPES[x.dtype]), ("V", TYPES[dtype]), ("BITS", form.bits), ("CELL", form.cell), ("INPUTS", together),
+        ("THREADS", form.tile), ("DEPTH", form.stages), ("PART", TOGETHER[together] * SHARE),
+        ("ROWS", TOGETHER[together] * SHARE_ROWS), ("SCALED", int(scale is not None)),
+        ("BIASED", int(bias is not None)),
+    )  # fmt: skip
+    blocks = min(form.warps * processors(x.device), count)
+    aligned = x.data_ptr() % 16 == 0 and form.columns % 8 == 0
+    arguments = (
+        x, *_four(values), *_four(indices), bases, starts, shares, scale, None if bias is None else bias.detach(), out,
+        form.rows, form.columns, _padded(form), form.segments, inputs, count,
+        _shares_at_a_time(-(-count // blocks), TOGETHER[together]), -(-form.columns // _step(form)), int(aligned),
+    )  # fmt: skip
+    function = _function(x.device, defined, shared_bytes(form, together, x.dtype))
+    function.launch((blocks, -(-inputs // together)), form.tile, arguments, _may_begin_early(x.device))
+    return out
+
+
+def _may_begin_early(device: torch.device) -> bool:
+    """In a CUDA graph: weights were complete before it was captured, so they can be read early."""
+    early = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return early and torch.cuda.get_device_capability(device) >= EARLY
+
+
+def _shares_at_a_time(number: int, room: int) -> int:
+    """How many shares of its `number` a block takes at a time: about as many each time."""
+    return -(-number // -(-number // room))
+
+
+def _four(planes: Sequence[Tensor]) -> list[Tensor | None]:
+    """Planes for all arguments; those that the kernel does not read are null."""
+    return [*planes, *[None] * (4 - len(planes))]
