@@ -15,6 +15,7 @@ from secateur.cli import main
 from secateur.inference import gpu, timing
 from secateur.inference.packed import PackedLinear, pack
 from secateur.inference.saving import save
+from secateur.kernels.decode import TRITON
 from tests import tiny
 from tests.damage import refused
 
@@ -155,7 +156,7 @@ def test_the_cases_of_a_gpu_run_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) ->
         pytest.skip("interpreted kernels cannot be mixed with compiled ones")
     monkeypatch.delenv("SECATEUR_KERNELS")
     monkeypatch.setattr(gpu, "DEVICES", {"cpu"})
-    monkeypatch.setattr(gpu, "SETTINGS", ((8, 4, 2),))
+    monkeypatch.setattr(gpu, "TRITON_SETTINGS", ((TRITON, 8, 4, 2),))
     monkeypatch.setattr(gpu, "COPIES", 1)
     monkeypatch.setattr(timing, "COPIES", 1)
     monkeypatch.setattr(timing, "LEAST", 1)

@@ -1,4 +1,7 @@
-"""decode.cu on a CPU: compiled as C++ with tests/cuda_on_cpu.h, against its twin. On a GPU: test_gpu_decode.py."""
+"""decode.cu without a GPU: run on a CPU as C++ (tests/cuda_on_cpu.h) against its twin, and compiled by NVRTC for GPUs.
+
+On a GPU: test_gpu_decode.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from torch import Tensor
 from secateur.inference.format import pack_weight
 from secateur.kernels import decode_cuda
 from secateur.kernels.decode import CUDA
-from secateur.kernels.nvrtc import c_values
+from secateur.kernels.nvrtc import CompilerError, c_values, compile_source, compiler
 from tests import decode_cases as cases
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
@@ -97,3 +100,46 @@ def test_a_row_too_long_for_a_share_gets_none() -> None:
     streams = cases.streams_for(packed)
     assert not streams.shares.numel()
     assert not decode_cuda.can_run(streams)
+
+
+@pytest.fixture
+def nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC from its package on PyPI, as torch's CUDA builds bring it."""
+    if torch.version.cuda is None:
+        pytest.importorskip("nvidia.cu13", reason="nvidia-cuda-nvrtc is not installed")
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+    compiler.cache_clear()
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_120"])
+def test_it_compiles_for_gpus(nvrtc: None, architecture: str, tmp_path: Path) -> None:
+    cuobjdump = Path(pytest.importorskip("triton").__file__).parent / "backends/nvidia/bin/cuobjdump"
+    for inputs, bits, cell, value in (
+        (1, 4, 0, 1),
+        (4, 4, 0, 1),
+        (1, 8, 0, 2),
+        (1, 4, 4, 1),
+        (2, 4, 0, 3),
+        (2, 8, 0, 0),
+    ):
+        given = {"X": 0 if value == 0 else 1, "V": value, "BITS": bits, "CELL": cell, "INPUTS": inputs, "THREADS": 1024,
+                 "DEPTH": 1, "PART": 20480 // inputs, "ROWS": 2560 // inputs, "SCALED": 1, "BIASED": 1}  # fmt: skip
+        code = compile_source(decode_cuda.SOURCE.read_text(), architecture, [f"-D{n}={v}" for n, v in given.items()])
+        (tmp_path / "kernel.cubin").write_bytes(code)
+        said = subprocess.run([cuobjdump, "-res-usage", tmp_path / "kernel.cubin"], capture_output=True, text=True)
+        assert " STACK:0 " in said.stdout, (given, said)  # no register is spilled
+
+
+def test_source_that_is_wrong_is_refused_with_the_compilers_words(nvrtc: None) -> None:
+    with pytest.raises(CompilerError, match=r'kernel.cu\(1\): error: .*"nothing" is undefined'):
+        compile_source("__global__ void f(int *x) { *x = nothing; }", "sm_90")
+
+
+def test_without_the_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "99.0")
+    compiler.cache_clear()
+    with pytest.raises(CompilerError, match=r"libnvrtc.so.99 was not found"):
+        compiler()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(CompilerError, match="this torch build has no CUDA"):
+        compiler()

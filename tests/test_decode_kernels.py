@@ -19,6 +19,7 @@ import secateur as sc
 from secateur.inference import gpu
 from secateur.inference.format import pack_weight
 from secateur.inference.packed import PackedLinear
+from secateur.inference.timing import Timing
 from secateur.kernels.decode import CHUNK, CUDA, TRITON, Form, dense_of, streams_of
 from secateur.selection import masks
 from tests import decode_cases as cases
@@ -183,7 +184,7 @@ def test_a_measured_pack_sets_the_launch_of_layers_alike(interpreted: None, monk
     monkeypatch.setattr(gpu, "graph_microseconds", lambda calls, _: tried.append(calls) or [float(len(tried))])
     monkeypatch.setattr(
         "secateur.inference.packed.compare",
-        lambda *given, **named: sc.inference.timing.Timing([2.0], [1.0], 0.0, 1.0),
+        lambda *given, **named: Timing([2.0], [1.0], 0.0, 1.0),
     )
     report = sc.pack(model)
     assert report.packed == ("0", "1")
@@ -191,6 +192,28 @@ def test_a_measured_pack_sets_the_launch_of_layers_alike(interpreted: None, monk
     forms = [layer.streams.form for layer in model]
     assert all((form.tile, form.warps, form.stages) == (8, 4, 2) for form in forms)
     assert [layer.few for layer in model] == [1, 1]
+
+
+def test_pack_decides_for_the_number_of_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed is faster for one token and slower for 16."""
+    seen = []
+
+    def compared(dense: nn.Module, packed: nn.Module, x: Tensor) -> Timing:
+        seen.append(tuple(x.shape))
+        return Timing([2.0], [1.0 if x.shape[0] == 1 else 3.0], 0.0, 1.0)
+
+    monkeypatch.setattr("secateur.inference.packed.compare", compared)
+    model = nn.Sequential(nn.Linear(64, 16)).eval()
+    with torch.no_grad():
+        model[0].weight.copy_(cases.weight_of((16, 64), 0.8, torch.float32))
+    report = sc.pack(model, inputs=16)
+    assert not report.packed
+    assert report.layers[0].reason == "slower packed: 3 us for 16 inputs, dense 2 us"
+    assert sc.pack(model).packed == ("0",)
+    assert seen == [(16, 64), (1, 64)]
+    for wrong in (0, 1.5, True):
+        with pytest.raises(sc.SecateurError, match="inputs is the number of tokens"):
+            sc.pack(model, inputs=wrong)
 
 
 def test_forms_travel_through_an_op_as_numbers() -> None:

@@ -117,6 +117,7 @@ def test_cuda_graphs(inputs: int) -> None:
             assert torch.equal(result, model(x))
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own trial capture
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_models(mode: str) -> None:
     dense, model = packed_network()
@@ -128,13 +129,14 @@ def test_compiled_models(mode: str) -> None:
         torch.testing.assert_close(found, dense(x), rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_call_waits_for_the_device() -> None:
     _, model = packed_network()
     x, many = torch.randn(1, 512, device=GPU).bfloat16(), torch.randn(64, 512, device=GPU).bfloat16()
     with torch.no_grad():
         expected = model(x), model(many)
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             found = model(x), model(many)
         finally:
             torch.cuda.set_sync_debug_mode("default")

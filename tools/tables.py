@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import secateur
-from secateur.bench import accuracy, decode, pace, patterns, probe, quality, scale, select, step, train
+from secateur.bench import accuracy, decode, decode_gpu, pace, patterns, probe, quality, scale, select, step, train
 from secateur.files import write
 from secateur.lab.record import ROOT, results_folder
 from secateur.report import markdown_table
@@ -157,6 +157,14 @@ def decode_tables(record: Record) -> list[str]:
     return [markdown_table(*decode.table(record["cells"])), "\n".join(f"- {line}" for line in lines if line)]
 
 
+def decode_gpu_tables(record: Record) -> list[str]:
+    return [markdown_table(*decode_gpu.table(record["cells"])), f"- Packed layers are computed by: {record['kernel']}."]
+
+
+def decode_whole_tables(record: Record) -> list[str]:
+    return ["\n".join(f"- {line}" for line in decode_gpu.whole_lines(record["whole"]))]
+
+
 def pattern_tables(record: Record) -> list[str]:
     cells = record["cells"]
     lines = [
@@ -223,7 +231,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "cost": cost_table,
     "data-stream": stream_part,
     "decode": lambda: part("decode", CPU, decode_tables),
+    "decode-gpu": lambda: part("decode", GPU, decode_gpu_tables),
     "decode-model": lambda: part("decode-model", CPU, decode_tables),
+    "decode-whole": lambda: part("decode-whole", GPU, decode_whole_tables),
     "forms": lambda: part("small-claims", CPU, claims.forms_tables),
     finetune_campaign.THEME: lambda: part(finetune_campaign.THEME, GPU, campaign_tables),
     finetune_rivals.THEME: lambda: part(finetune_rivals.THEME, CPU, rivals_tables),

@@ -34,7 +34,7 @@ from secateur.inference.packed import PackedLinear, linear_layers, pack
 from secateur.inference.timing import compare
 from secateur.integrations.evaluation import check_context
 from secateur.integrations.folder import load
-from secateur.kernels import reason_against
+from secateur.kernels import decode_cuda, reason_against
 from secateur.lab import record
 from secateur.report import text_table
 from secateur.selection.masks import packed_bytes
@@ -95,8 +95,10 @@ def _on_gpu(options: argparse.Namespace) -> int:
 def kernel(device: torch.device) -> str:
     """What computes packed layers on this device."""
     if device.type != "cpu":
-        reason = reason_against(device)
-        return "Triton kernels" if reason is None else f"plain torch: {reason}"
+        reason, slower = reason_against(device), decode_cuda.reason_against(device)
+        if reason is not None:
+            return f"plain torch: {reason}"
+        return "a CUDA kernel, compiled by NVRTC" if slower is None else f"Triton kernels ({slower})"
     found = cpu.library()
     if cpu.off():
         return "plain torch (SECATEUR_KERNELS=off)"

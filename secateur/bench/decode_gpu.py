@@ -99,6 +99,8 @@ def table(cells: Sequence[dict[str, Any]]) -> tuple[Sequence[str], Sequence[Sequ
     for cell in cells:
         dense, packed, bits = min(cell["dense_us"]), min(cell["packed_us"]), cell["stream_bits"]
         verdict = DIFFER if not cell["right"] else "met" if dense / packed >= cell["bar"] else "missed"
+        if cell["inputs"] == 16 and dense < packed:
+            verdict += ": sc.pack(inputs=16) leaves it dense"
         rows.append(
             (cell["shape"], cell["dtype"], cell["zeros"], cell["values"], str(cell["inputs"]),
              "-" if bits is None or cell["inputs"] == PREFILL else f"{bits:.1f}", f"{dense:.1f}", f"{packed:.1f}",

@@ -204,9 +204,10 @@ __device__ __forceinline__ float x_as_float(const void *x, i64 place) {
     return from_half(((const u16 *)x)[place], 0, X);
 }
 
-// Where the inputs of a column are staged. Odd groups of cells have their cells in pairs swapped, so that the threads of
-// a warp do not all read the same 16 banks.
-__device__ __forceinline__ int staged_at(int column) { return CELL ? column ^ (column / STEP & 1) << 4 : column; }
+// Where the inputs of a column are staged. The threads of a warp read the same entry of neighbouring groups of cells, and
+// those have similar columns: different groups have their columns in another order, so that few meet in one bank.
+__device__ __forceinline__ int mixed(int group) { return (group & 1) << 4 | (group >> 1 & 15); }
+__device__ __forceinline__ int staged_at(int column) { return CELL ? column ^ mixed(column / STEP) : column; }
 
 // Inputs of a column side by side; columns beyond the last are zero.
 __device__ void stage_one_by_one(const void *x, int columns, int padded, int live) {
@@ -248,10 +249,13 @@ __device__ void stage_in_words(const void *x, int columns, int padded, int live)
                         __byte_perm(read[n][j / 2], read[(n + 1) % INPUTS][j / 2], j % 2 ? 0x7632 : 0x5410);
             }
         }
-        uint4 *to = (uint4 *)(memory + staged_at(c) * UNIT);
+        uint4 *to = (uint4 *)(memory + c * UNIT);
 #pragma unroll
-        for (int j = 0; j < wide * UNIT / 16; j++)
+        for (int j = 0; j < wide * UNIT / 16 && !CELL; j++)
             to[j] = {made[4 * j], made[4 * j + 1], made[4 * j + 2], made[4 * j + 3]};
+#pragma unroll
+        for (int j = 0; j < wide * UNIT / 4 && CELL; j++)
+            ((u32 *)(memory + staged_at(c + 4 * j / UNIT) * UNIT))[j % (UNIT / 4)] = made[j];
     }
 }
 
@@ -279,7 +283,9 @@ __device__ __forceinline__ void sum_groups(Group *ahead, const Planes &planes, f
             Group now = ahead[d];
             if (group + DEPTH * THREADS < end) ahead[d] = read_group(planes, group + DEPTH * THREADS);
             if (CELL) {
-                now.base = UNIT * (number * STEP ^ (number & 1) << 4);
+                now.base = UNIT * (number * STEP ^ mixed(number) & 16);
+#pragma unroll
+                for (int i = 0; i < INDEX_WORDS; i++) now.index[i] ^= 0x11111111u * (mixed(number) & 15);
                 number += step;
                 number -= number >= in_row ? in_row : 0;
             } else {
