@@ -7,7 +7,7 @@
 // as many at a time as it has room for the sums of.
 //
 // Compiled with: X, V (types of inputs and values), BITS, CELL, INPUTS (at a time), THREADS, DEPTH (groups that a thread
-// reads ahead), PART and ROWS (groups and rows that there is room for), SCALED, BIASED.
+// reads ahead), SCALED, BIASED.
 
 #define FP32 0
 #define BF16 1
@@ -159,7 +159,8 @@ __device__ __forceinline__ void places_of(const Group &group, u32 *place) {
     }
 }
 
-extern __shared__ char memory[]; // inputs, partial sums [INPUTS, PART], groups at which rows begin [2, ROWS + 1]
+// Inputs, partial sums [INPUTS, most_groups], groups at which rows begin [2, most_rows + 1].
+extern __shared__ char memory[];
 
 __device__ __forceinline__ void read_ahead(Group *ahead, const Planes &planes, int group, int end) {
 #pragma unroll
@@ -274,7 +275,9 @@ __device__ __forceinline__ void read_rows(int *first, const i64 *starts, int seg
 }
 
 // Partial sums of all groups from begin to end, by all threads; `ahead` holds the first ones.
-__device__ __forceinline__ void sum_groups(Group *ahead, const Planes &planes, float *part, int begin, int end, int in_row) {
+__device__ __forceinline__ void sum_groups(
+    Group *ahead, const Planes &planes, float *part, int begin, int end, int in_row, int most_groups
+) {
     int group = begin + threadIdx.x, number = CELL ? group % in_row : 0, step = CELL ? THREADS % in_row : 0;
     while (group < end) {
 #pragma unroll
@@ -294,7 +297,7 @@ __device__ __forceinline__ void sum_groups(Group *ahead, const Planes &planes, f
             float sum[INPUTS];
             multiply(now, sum);
 #pragma unroll
-            for (int n = 0; n < INPUTS; n++) part[n * PART + group - begin] = sum[n];
+            for (int n = 0; n < INPUTS; n++) part[n * most_groups + group - begin] = sum[n];
             group += THREADS;
         }
     }
@@ -308,7 +311,9 @@ struct Output {
 };
 
 // A warp adds up the partial sums of a row.
-__device__ __forceinline__ void finish_rows(const float *part, const int *first, int2 begin, int2 end, const Output &to) {
+__device__ __forceinline__ void finish_rows(
+    const float *part, const int *first, int2 begin, int2 end, const Output &to, int most_groups
+) {
     int lane = threadIdx.x % 32;
     for (int r = threadIdx.x / 32; r < end.x - begin.x; r += WARPS) {
         int from = first[r] - begin.y, until = first[r + 1] - begin.y, row = begin.x + r;
@@ -316,7 +321,7 @@ __device__ __forceinline__ void finish_rows(const float *part, const int *first,
 #pragma unroll
         for (int n = 0; n < INPUTS; n++) {
             sum[n] = 0.0f;
-            for (int i = from + lane; i < until; i += 32) sum[n] += part[n * PART + i];
+            for (int i = from + lane; i < until; i += 32) sum[n] += part[n * most_groups + i];
         }
 #pragma unroll
         for (int far = 16; far; far /= 2)
@@ -337,11 +342,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
     const void *x, const void *value0, const void *value1, const void *value2, const void *value3, const u32 *index0,
     const u32 *index1, const u32 *index2, const u32 *index3, const u16 *bases, const i64 *starts, const int2 *shares,
     const float *scale, const void *bias, void *out, int rows, int columns, int padded, int segments, int inputs,
-    int number, int together, int in_row, int aligned
+    int number, int together, int in_row, int aligned, int most_groups, int most_rows
 ) {
     Planes planes = {value0, value1, value2, value3, index0, index1, index2, index3, bases};
     float *part = (float *)(memory + padded * UNIT);
-    int *first = (int *)(part + INPUTS * PART), *first_next = first + ROWS + 1;
+    int *first = (int *)(part + INPUTS * most_groups), *first_next = first + most_rows + 1;
     int given = blockIdx.y * INPUTS, live = min(INPUTS, inputs - given), bytes = X == FP32 ? 4 : 2;
     Output to = {scale, bias, (char *)out + (i64)given * rows * bytes, rows, live};
     int share = (i64)blockIdx.x * number / gridDim.x, last = (i64)(blockIdx.x + 1) * number / gridDim.x;
@@ -357,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
     else stage_one_by_one(x, columns, padded, live);
     __syncthreads();
     while (true) {
-        sum_groups(ahead, planes, part, begin.y, end.y, in_row);
+        sum_groups(ahead, planes, part, begin.y, end.y, in_row, most_groups);
         int2 next = end;
         bool more = upto < last;
         if (more) { // loads are under way while rows are finished
@@ -367,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
             read_rows(first_next, starts, segments, end, next);
         }
         __syncthreads();
-        finish_rows(part, first, begin, end, to);
+        finish_rows(part, first, begin, end, to, most_groups);
         if (!more) break;
         __syncthreads();
         begin = end, end = next;

@@ -48,6 +48,8 @@ class Form:
     groups: int  # power of two that no stream exceeds
     bits: int  # of an index
     cell: int = 0  # values in a cell of 16 columns; 0: indices are gaps
+    share: int = 0  # groups that no share exceeds; 0: there are no shares
+    share_rows: int = 0  # rows that no share exceeds
     kernel: int = TRITON  # or CUDA, for which the next three mean what stands in brackets
     tile: int = ROWS  # rows of a program (threads of a block)
     warps: int = 4  # (blocks of a multiprocessor)
@@ -61,8 +63,8 @@ class Form:
     def numbers(self) -> list[int]:
         """As the arguments of a torch op."""
         return [
-            self.rows, self.columns, self.width, self.groups, self.bits, self.cell, self.kernel, self.tile, self.warps,
-            self.stages,
+            self.rows, self.columns, self.width, self.groups, self.bits, self.cell, self.share, self.share_rows,
+            self.kernel, self.tile, self.warps, self.stages,
         ]  # fmt: skip
 
 
@@ -120,33 +122,31 @@ def streams_of(
     entries, codes, bases, counts = (torch.cat(part) for part in zip(*parts, strict=True))
     starts = counts.cumsum(0) - counts | counts << STARTS
     bases = bases.to(torch.int32 if columns > SHORT else torch.int16)
+    form, shares = shares_of(starts, form, processors)
     return Streams(
-        form, _value_planes(entries), _index_planes(codes, form.bits), bases, starts,
-        shares_of(starts, form, processors), values.dtype,
+        form, _value_planes(entries), _index_planes(codes, form.bits), bases, starts, shares, values.dtype
     )  # fmt: skip
 
 
-def shares_of(starts: Tensor, form: Form, processors: int) -> Tensor:
+def shares_of(starts: Tensor, form: Form, processors: int) -> tuple[Form, Tensor]:
     """Cuts the rows into shares of about equal work; none if a row is too long for a share."""
     begin = starts.view(form.rows, form.segments)[:, 0] & (1 << STARTS) - 1
     groups = torch.cat((begin, (starts & (1 << STARTS) - 1)[-1:] + (starts >> STARTS)[-1:]))
-    none = starts.new_empty(0, 2, dtype=torch.int32)
     if int(groups.diff().max()) > SHARE:
-        return none
+        return form, starts.new_empty(0, 2, dtype=torch.int32)
     work = groups + ROW_COST * torch.arange(form.rows + 1, device=starts.device)
     least = max(int(groups[-1]) / SHARE, form.rows / SHARE_ROWS, SHARES * processors)
     number = -int(-least // processors) * processors
-    while number <= form.rows * SHARES * processors:
+    while True:  # ends at the latest when every row is a share of its own
         wanted = torch.arange(number + 1, device=starts.device) * work[-1] // number
         found = torch.searchsorted(work, wanted)
         before = (found - 1).clamp_(min=0)
         rows = torch.where(wanted - work[before] < work[found] - wanted, before, found)
         made = torch.stack((rows, groups[rows]), 1)
-        most = made.diff(dim=0).amax(0)
-        if int(most[0]) <= SHARE_ROWS and int(most[1]) <= SHARE:
-            return made.int()
+        share_rows, share = made.diff(dim=0).amax(0).tolist()
+        if share <= SHARE and share_rows <= SHARE_ROWS:
+            return replace(form, share=share, share_rows=share_rows), made.int()
         number += max(processors, number // 16 // processors * processors)
-    return none
 
 
 def _blocks(mask: Tensor, columns: int) -> Iterator[Tensor]:

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.kernels.decode import CELL, ENTRIES, SHARE, SHARE_ROWS, SHORT, Form, Streams
+from secateur.kernels.decode import CELL, ENTRIES, SHORT, Form, Streams
 from secateur.kernels.nvrtc import CompilerError, Function, compile_source, compiler, driver
 
 SOURCE = Path(__file__).with_name("decode.cu")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 OLDEST, EARLY = (8, 0), (9, 0)  # compute capabilities: that can run the kernel, and that can begin it early
-TOGETHER = {1: 20, 2: 10, 4: 5}  # shares whose partial sums there is room for, by number of inputs at a time
 
 
 @functools.cache
@@ -43,7 +42,7 @@ def can_run(streams: Streams) -> bool:
         reason_against(device) is None
         and streams.shares.numel() > 0
         and form.columns <= SHORT
-        and shared_bytes(form, 1, torch.float32) <= _room(device)
+        and shares_with_room(form, 1, torch.float32, device) > 0
     )
 
 
@@ -60,10 +59,16 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def shared_bytes(form: Form, inputs: int, dtype: torch.dtype) -> int:
-    """Shared memory of a block: inputs (one is kept in fp32), partial sums, and where rows begin."""
+def shared_bytes(form: Form, inputs: int, dtype: torch.dtype, shares: int) -> int:
+    """Shared memory of a block: inputs (one is kept in fp32), partial sums of its shares, and where rows begin."""
     staged = _padded(form) * (4 if inputs == 1 else inputs * dtype.itemsize)
-    return staged + TOGETHER[inputs] * (inputs * SHARE + 2 * SHARE_ROWS) * 4 + 8
+    return staged + 4 * shares * (inputs * form.share + 2 * form.share_rows) + 8
+
+
+def shares_with_room(form: Form, inputs: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Shares that fit into shared memory together with so many inputs."""
+    none = shared_bytes(form, inputs, dtype, 0)
+    return max(0, _room(device) - none) // (shared_bytes(form, inputs, dtype, 1) - none)
 
 
 def _step(form: Form) -> int:
@@ -80,7 +85,7 @@ def _padded(form: Form) -> int:
 def _inputs_together(form: Form, inputs: int, x: Tensor) -> int:
     """How many inputs a launch multiplies at once: as many as fit into 8 bytes a column and into shared memory."""
     most = min(8 // x.dtype.itemsize, 1 if inputs == 1 else 2 if inputs == 2 else 4)
-    return next((n for n in (4, 2) if n <= most and shared_bytes(form, n, x.dtype) <= _room(x.device)), 1)
+    return next((n for n in (4, 2) if n <= most and shares_with_room(form, n, x.dtype, x.device)), 1)
 
 
 @functools.cache
@@ -90,8 +95,8 @@ def _code(device: torch.device, defined: tuple[tuple[str, int], ...]) -> bytes:
 
 
 @functools.cache
-def _function(device: torch.device, defined: tuple[tuple[str, int], ...], shared: int) -> Function:
-    return Function(_code(device, defined), "decode", shared)
+def _function(device: torch.device, defined: tuple[tuple[str, int], ...]) -> Function:
+    return Function(_code(device, defined), "decode", _room(device))
 
 
 def linear(
@@ -106,19 +111,19 @@ def linear(
     together = _inputs_together(form, inputs, x)
     defined = (
         ("X", TYPES[x.dtype]), ("V", TYPES[dtype]), ("BITS", form.bits), ("CELL", form.cell), ("INPUTS", together),
-        ("THREADS", form.tile), ("DEPTH", form.stages), ("PART", TOGETHER[together] * SHARE),
-        ("ROWS", TOGETHER[together] * SHARE_ROWS), ("SCALED", int(scale is not None)),
+        ("THREADS", form.tile), ("DEPTH", form.stages), ("SCALED", int(scale is not None)),
         ("BIASED", int(bias is not None)),
     )  # fmt: skip
     blocks = min(form.warps * processors(x.device), count)
+    taken = _shares_at_a_time(-(-count // blocks), shares_with_room(form, together, x.dtype, x.device))
     aligned = x.data_ptr() % 16 == 0 and form.columns % 8 == 0
     arguments = (
         x, *_four(values), *_four(indices), bases, starts, shares, scale, None if bias is None else bias.detach(), out,
-        form.rows, form.columns, _padded(form), form.segments, inputs, count,
-        _shares_at_a_time(-(-count // blocks), TOGETHER[together]), -(-form.columns // _step(form)), int(aligned),
+        form.rows, form.columns, _padded(form), form.segments, inputs, count, taken, -(-form.columns // _step(form)),
+        int(aligned), taken * form.share, taken * form.share_rows,
     )  # fmt: skip
-    function = _function(x.device, defined, shared_bytes(form, together, x.dtype))
-    function.launch((blocks, -(-inputs // together)), form.tile, arguments, _may_begin_early(x.device))
+    grid, shared = (blocks, -(-inputs // together)), shared_bytes(form, together, x.dtype, taken)
+    _function(x.device, defined).launch(grid, form.tile, shared, arguments, _may_begin_early(x.device))
     return out
 
 

@@ -112,31 +112,29 @@ def c_values(arguments: Sequence[Tensor | int | None]) -> list[ctypes.c_int | ct
 class Function:
     """A kernel that is loaded on the current device."""
 
-    def __init__(self, code: bytes, name: str, shared: int) -> None:
-        self.shared = shared
+    def __init__(self, code: bytes, name: str, most_shared: int) -> None:
         self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
         torch.cuda.current_stream()  # so that torch's context is the current one
         _check(driver().cuModuleLoadData(ctypes.byref(self.module), code), "loading a kernel")
         found = driver().cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode())
         _check(found, f"finding {name}")
-        if shared > PLAIN_SHARED:
-            _check(
-                driver().cuFuncSetAttribute(self.function, MAX_DYNAMIC_SHARED, shared),
-                f"asking for {shared} bytes of shared memory",
-            )
+        if most_shared > PLAIN_SHARED:
+            code_of = driver().cuFuncSetAttribute(self.function, MAX_DYNAMIC_SHARED, most_shared)
+            _check(code_of, f"asking for {most_shared} bytes of shared memory")
 
     def launch(
-        self, grid: tuple[int, int], threads: int, arguments: Sequence[Tensor | int | None], early: bool
+        self, grid: tuple[int, int], threads: int, shared: int, arguments: Sequence[Tensor | int | None], early: bool
     ) -> None:
-        """Launch on torch's current stream. Integers are 32-bit; None is a null pointer.
+        """Launch on torch's current stream, with bytes of `shared` memory a block.
 
+        Integers are 32-bit; None is a null pointer.
         `early`: the kernel may begin before the launch before it has ended, and waits for that end itself.
         """
         held = c_values(arguments)
         pointers = (ctypes.c_void_p * len(held))(*[ctypes.addressof(one) for one in held])
         attribute = Attribute(EARLY, 0, 1)
         launch = Launch(
-            (*grid, 1), (threads, 1, 1), self.shared, torch.cuda.current_stream().cuda_stream,
+            (*grid, 1), (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream,
             ctypes.pointer(attribute), int(early),
         )  # fmt: skip
         code = driver().cuLaunchKernelEx(ctypes.byref(launch), self.function, pointers, None)
