@@ -47,6 +47,7 @@ static void wait(int which, int first, int last) {
 }
 
 static void __syncthreads() { wait(0, 0, threads.size()); }
+static void __syncwarp() { wait(1, current / 32 * 32, current / 32 * 32 + 32); }
 
 static float __shfl_xor_sync(unsigned, float value, int far) {
     int mine = current, warp = mine / 32 * 32;

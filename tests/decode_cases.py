@@ -11,6 +11,7 @@ from secateur import kernels
 from secateur.inference.format import Packed, pack_weight
 from secateur.inference.gpu import Setting
 from secateur.inference.packed import row_offsets
+from secateur.kernels import decode_cuda
 from secateur.kernels.decode import Streams, dense_of, reference, streams_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -71,4 +72,14 @@ def check_unpack(weight: Tensor, *, int8: bool = False) -> None:
     kernels.unpack_weight(
         packed.values, packed.mask, row_offsets(packed.mask, weight.shape[1]), packed.scale, weight.shape[1], found
     )
+    assert torch.equal(found, packed.dense())
+
+
+def check_unpack_streams(weight: Tensor, kinds: tuple[str, ...], *, int8: bool = False) -> None:
+    """The weight that the CUDA kernel unpacks from streams, to the bit."""
+    packed = pack_weight(weight, int8=int8)
+    streams = streams_for(packed, kinds)
+    found = torch.full_like(weight, torch.nan)
+    parts = (streams.values, streams.indices, streams.bases, streams.starts)
+    decode_cuda.unpack(*parts, packed.scale, streams.dtype, streams.form.numbers(), found)
     assert torch.equal(found, packed.dense())

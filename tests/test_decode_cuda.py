@@ -26,7 +26,7 @@ from tests import decode_cases as cases
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 RUN = """
-extern "C" void run(int across, int down, int size, void **arguments) { launch(decode, across, down, size, arguments); }
+extern "C" void run(int across, int down, int size, void **arguments) { launch(NAME, across, down, size, arguments); }
 """
 SETTING = (CUDA, 64, 1, 2)
 ROOM = 227 << 10  # bytes of shared memory
@@ -35,11 +35,11 @@ ROOM = 227 << 10  # bytes of shared memory
 class OnCpu:
     """Stands in for nvrtc.Function."""
 
-    def __init__(self, defined: tuple[tuple[str, int], ...]) -> None:
+    def __init__(self, name: str, defined: tuple[tuple[str, int], ...]) -> None:
         self.folder = tempfile.TemporaryDirectory()
         source, library = Path(self.folder.name, "kernel.cpp"), Path(self.folder.name, "kernel.so")
-        source.write_text(f'#include "{HEADER}"\n{decode_cuda.SOURCE.read_text()}{RUN}')
-        options = [f"-D{name}={value}" for name, value in defined]
+        source.write_text(f'#include "{HEADER}"\n{decode_cuda.SOURCE.read_text()}{RUN.replace("NAME", name)}')
+        options = [f"-D{one}={value}" for one, value in defined]
         command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-w", *options]
         subprocess.run([*command, "-o", str(library), str(source)], check=True)
         self.library = ctypes.CDLL(str(library))
@@ -53,8 +53,8 @@ class OnCpu:
 
 
 @functools.cache
-def function_on_cpu(_: Any, defined: tuple[tuple[str, int], ...]) -> OnCpu:
-    return OnCpu(defined)
+def function_on_cpu(name: str, _: Any, defined: tuple[tuple[str, int], ...]) -> OnCpu:
+    return OnCpu(name, defined)
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +94,15 @@ def test_more_shares_than_a_block_sums_at_a_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(decode_cuda, "_room", lambda _: 2500)
     for inputs in (1, 2, 5):
         cases.check_decode(cases.weight_of((130, 200), 0.5, torch.bfloat16), inputs, setting=SETTING, processors=40)
+
+
+@pytest.mark.parametrize("columns", [333, 2100, 2304])
+def test_unpacking_is_exact(columns: int) -> None:
+    for dtype in cases.DTYPES:
+        for kinds in (("4",), ("8",)):
+            cases.check_unpack_streams(cases.weight_of((5, columns), 0.9, dtype), kinds)
+        cases.check_unpack_streams(cases.pattern_of((5, columns), 2, dtype), ("cells",))
+        cases.check_unpack_streams(cases.weight_of((5, columns), 0.5, dtype), ("4",), int8=True)
 
 
 def test_a_row_too_long_for_a_share_gets_none() -> None:

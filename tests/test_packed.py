@@ -13,7 +13,6 @@ from torch.nn import functional
 
 import secateur as sc
 from secateur.errors import ModelError, SecateurError
-from secateur.inference import gpu
 from secateur.inference import packed as packed_module
 from secateur.inference.packed import PackedLinear, packed_layers, packed_linear, plain
 
@@ -399,17 +398,6 @@ def test_the_op_is_deterministic() -> None:
     layer, x = PackedLinear.from_linear(network()[0]), torch.randn(4, 37)
     first = packed_linear(*op_inputs(layer, x))
     assert all(torch.equal(packed_linear(*op_inputs(layer, x)), first) for _ in range(3))
-
-
-def test_a_scratch_weight_that_became_too_small_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured CUDA graph writes to the memory it was captured with."""
-    monkeypatch.setattr(gpu, "_SCRATCH", {})
-    monkeypatch.setattr(gpu, "_OUTGROWN", [])
-    small = gpu.scratch(torch.device("cpu"), torch.float32, 2, 3)
-    assert gpu.scratch(torch.device("cpu"), torch.float32, 3, 2).data_ptr() == small.data_ptr()
-    large = gpu.scratch(torch.device("cpu"), torch.float32, 4, 4)
-    assert large.data_ptr() != small.data_ptr()
-    assert [one.data_ptr() for one in gpu._OUTGROWN] == [small.data_ptr()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -85,7 +85,7 @@ def measure(shape: tuple[int, int], case: Case, dtype: torch.dtype, device: torc
         "values": "int8" if case.int8 else "as dense", "inputs": case.inputs, "bar": case.bar,
         "sparsity": round(1 - int(torch.count_nonzero(weight)) / weight.numel(), 4),
         "stream_bits": None if streams is None else 8 * streams.nbytes / weight.numel(),
-        "packed_bits": 8 * packed.packed.nbytes / weight.numel(), "form": form,
+        "packed_bits": 8 * packed.nbytes / weight.numel(), "form": form,
         "settings_us": {"-".join(map(str, setting)): taken for setting, taken in settings.items()},
         "dense_us": found.dense, "packed_us": found.packed, "difference": found.difference, "right": found.right,
     }  # fmt: skip
@@ -228,7 +228,8 @@ def _decoded(model: Decoder, tokens: Tensor, device: torch.device, calls: int) -
         logits = model(token[None], torch.tensor([number], device=device))
     token, place = tokens[:1].clone(), torch.full((1,), len(tokens), device=device)
     times = _times(lambda: model(token, place), device, calls)
-    used = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    tensors = [one for one in (*model.parameters(), *model.buffers()) if one.device.type == device.type]
+    used = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
     for layer in model.modules():
         if isinstance(layer, PackedLinear) and layer.streams is not None:
             used |= {tensor.data_ptr(): tensor.nbytes for tensor in layer.streams.tensors}

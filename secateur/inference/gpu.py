@@ -1,16 +1,17 @@
-"""Packed linear layers on NVIDIA GPUs: streams for few inputs, unpacking into one scratch weight for many.
+"""Packed linear layers on NVIDIA GPUs: streams for few inputs, unpacking into a temporary weight for many.
 
 A layer that arrives on a GPU gets streams (kernels/decode.py), derived from its mask and values; files and state dicts
 never hold them. Few inputs go through the kernel that reads streams, behind the op `secateur::sparse_linear`. For many,
-the weight is unpacked into a scratch buffer that all layers of a device and CUDA stream share, and cuBLAS multiplies.
-SECATEUR_KERNELS=off turns both off.
+the weight is unpacked into memory that torch's allocator gives to the next layer again, and cuBLAS multiplies. Where
+the CUDA kernel runs it unpacks streams too, so that mask and values can stay on the host. SECATEUR_KERNELS=off turns
+all of this off.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -25,6 +26,7 @@ from secateur.kernels.decode import CUDA, TRITON, Streams, can_stream, streams_o
 
 LOG = logging.getLogger("secateur")
 DEVICES = {"cuda"}  # types of devices on which layers get streams
+HOST = torch.device("cpu")
 # Inputs up to which the kernel is used where nothing was measured; `few_of` measures it.
 FEW = 4
 TRIED = (1, 4, 8, 16)  # numbers of inputs that `few_of` measures
@@ -42,20 +44,28 @@ def served(device: torch.device) -> bool:
     return device.type in DEVICES and kernels.reason_against(device) is None
 
 
-def streams_for(packed: Packed) -> Streams | None:
-    """The streams of a weight, or None if its device or dtype has no kernel."""
+def streams_for(packed: Packed, *, lean: bool = False) -> Streams | None:
+    """The streams of a weight, or None if its device or dtype has no kernel; `lean`: also if they do not suffice."""
     values = packed.values
     if not served(values.device) or not can_stream(values.dtype, packed.scale is not None) or not packed.mask.numel():
         return None
-    if decode_cuda.reason_against(values.device) is not None:
-        return streams_of(values, packed.mask, packed.shape[1])
-    streams = streams_of(values, packed.mask, packed.shape[1], processors=decode_cuda.processors(values.device))
-    return streams.launched(*settings_for(streams)[0])
+    processors = 1
+    if decode_cuda.reason_against(values.device) is None:
+        processors = decode_cuda.processors(values.device)
+    elif lean:
+        return None
+    streams = streams_of(values, packed.mask, packed.shape[1], processors=processors)
+    return None if lean and not suffice(streams) else streams.launched(*settings_for(streams)[0])
+
+
+def suffice(streams: Streams) -> bool:
+    """Whether streams do for any number of inputs, so that mask and values are not needed on their device."""
+    return decode_cuda.can_run(streams)
 
 
 def settings_for(streams: Streams) -> tuple[Setting, ...]:
     """Launch settings to try: the CUDA kernel's where it can run, as it is faster."""
-    return CUDA_SETTINGS if decode_cuda.can_run(streams) else TRITON_SETTINGS
+    return CUDA_SETTINGS if suffice(streams) else TRITON_SETTINGS
 
 
 @torch.library.custom_op("secateur::sparse_linear", mutates_args=())
@@ -103,31 +113,54 @@ def decode(x: Tensor, streams: Streams, scale: Tensor | None, bias: Tensor | Non
     return result
 
 
-# One buffer for each device, CUDA stream and dtype, as large as the largest weight so far. Layers run one after another
-# in a CUDA stream, so each finds it free. Buffers that became too small are kept: a captured CUDA graph may use them.
-_SCRATCH: dict[tuple[torch.device, int, torch.dtype], Tensor] = {}
-_OUTGROWN: list[Tensor] = []
+@torch.library.custom_op("secateur::weight_of_streams", mutates_args=())
+def weight_of_streams(
+    values: Sequence[Tensor],
+    indices: Sequence[Tensor],
+    bases: Tensor,
+    starts: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    form: Sequence[int],
+    made: torch.dtype,
+) -> Tensor:
+    """The dense weight in the dtype `made`, that of the values unless they have a scale."""
+    weight = starts.new_empty(form[:2], dtype=made)
+    kernels.unpack_streams(values, indices, bases, starts, scale, dtype, form, weight)
+    return weight
 
 
-def scratch(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-    """Memory for an unpacked weight, whose contents the next layer overwrites."""
-    queue = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    found = _SCRATCH.get((device, queue, dtype))
-    if found is None or found.numel() < rows * columns:
-        _OUTGROWN.extend([] if found is None else [found])
-        found = _SCRATCH[device, queue, dtype] = torch.empty(rows * columns, dtype=dtype, device=device)
-    return found[: rows * columns].view(rows, columns)
+@weight_of_streams.register_fake
+def _(
+    values: Sequence[Tensor], indices: Sequence[Tensor], bases: Tensor, starts: Tensor, scale: Tensor | None,
+    dtype: torch.dtype, form: Sequence[int], made: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return starts.new_empty((form[0], form[1]), dtype=made)
+
+
+def weight_of(streams: Streams, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The dense weight, in `dtype` if the values have a scale, otherwise in their own; a constant to autograd."""
+    made = streams.dtype if scale is None else dtype
+    given = (streams.values, streams.indices, streams.bases, streams.starts, scale, streams.dtype)
+    weight: Tensor = weight_of_streams(*given, streams.form.numbers(), made)
+    return weight
+
+
+def many(x: Tensor, streams: Streams, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias from streams that suffice: unpack, then cuBLAS."""
+    weight = weight_of(streams, scale, x.dtype)
+    return functional.linear(x, weight.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else weight, bias)
 
 
 def linear(
     x: Tensor, values: Tensor, mask: Tensor, offsets: Tensor, scale: Tensor | None, bias: Tensor | None, columns: int
 ) -> Tensor:
-    """x @ weight.T + bias for many inputs: unpack into the scratch weight, then cuBLAS."""
+    """x @ weight.T + bias from mask and values: unpack, then cuBLAS."""
     rows, dtype = mask.shape[0], x.dtype if scale is not None else values.dtype
     parts = (values, mask, offsets, *([] if scale is None else [scale]))
     if not served(x.device) or dtype not in FLOATS or not mask.numel() or not all(one.is_contiguous() for one in parts):
         return functional.linear(x, unpacked(values, mask, scale, (rows, columns), dtype), bias)
-    weight = scratch(x.device, dtype, rows, columns)
+    weight = x.new_empty((rows, columns), dtype=dtype)
     kernels.unpack_weight(values, mask, offsets, scale, columns, weight)
     return functional.linear(x, weight, bias)
 
@@ -159,14 +192,18 @@ def best_setting(streams: Streams, x: Tensor) -> Setting:
 
 
 @torch.no_grad()
-def few_of(streams: Streams, packed: Packed, offsets: Tensor, x: Tensor) -> int:
+def few_of(streams: Streams, packed: Packed, scale: Tensor | None, offsets: Tensor, x: Tensor) -> int:
     """The largest number of inputs, of those TRIED and that of x, for which streams beat unpacking and cuBLAS."""
     few = 0
     for inputs in sorted({*TRIED, x.shape[0]}):
         given = x[:1].expand(inputs, -1).contiguous()
-        sparse = partial(decode, given, streams, packed.scale, None, observed=False)
-        parts = (packed.values, packed.mask, offsets, packed.scale, None, packed.shape[1])
-        unpacking = partial(linear, given, *parts)
+        sparse = partial(decode, given, streams, scale, None, observed=False)
+        unpacking: Callable[[], Tensor]
+        if suffice(streams):
+            unpacking = partial(many, given, streams, scale, None)
+        else:
+            parts = (packed.values, packed.mask, offsets, scale, None, packed.shape[1])
+            unpacking = partial(linear, given, *parts)
         if min(graph_microseconds([sparse], x.device)) >= min(graph_microseconds([unpacking], x.device)):
             break
         few = inputs

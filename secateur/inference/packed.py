@@ -19,6 +19,7 @@ from secateur.errors import ModelError
 from secateur.inference import cpu, gpu
 from secateur.inference.format import Packed, fault, pack_weight, smaller, unpacked
 from secateur.inference.timing import Timing, compare
+from secateur.kernels.decode import Streams
 from secateur.model.kinds import reads_weight
 from secateur.report import collapse, text_table
 from secateur.selection import masks
@@ -82,7 +83,8 @@ class PackedLinear(nn.Module):
 
     `weight` holds the values that are not zero, row by row; `weight_mask` one bit a weight; `weight_scale` a scale a
     row if the values are int8. Gradients reach inputs and bias in eval mode; in training mode the layer refuses.
-    On GPUs `streams` holds the weight a second time, as the kernel for few inputs reads it, unless `lean` is set.
+    On GPUs `streams` holds the weight as the kernel for few inputs reads it. Where that suffices for any number of
+    inputs, values and mask stay on the host (`hosted`); elsewhere it is a second copy, left out if `lean` is set.
     """
 
     packed_for_inference = True  # by which pruning knows packed layers
@@ -108,14 +110,34 @@ class PackedLinear(nn.Module):
         self.register_parameter("bias", bias)
         self.lean = lean
         self.few = gpu.FEW  # inputs that are computed from streams at most
-        self.streams = None if lean or packed.mask.is_meta else gpu.streams_for(packed)
+        self.streams: Streams | None = None
+        self._derive(packed.mask.device)
 
-    def _derive(self) -> None:
-        """What follows from mask and values: where rows begin and, on GPUs, streams."""
+    @property
+    def hosted(self) -> bool:
+        """Whether values and mask are on the host, while the layer computes on a GPU."""
+        return self.streams is not None and self.streams.starts.device != self.weight.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer computes."""
+        return self.weight.device if self.streams is None else self.streams.starts.device
+
+    def _derive(self, device: torch.device) -> None:
+        """What follows from mask and values on a device: where rows begin and, on GPUs, streams."""
         if self.stored_groups is not None or self.weight_mask.is_meta:
+            self.streams = None
             return
+        self._put(device)
         self.offsets = row_offsets(self.weight_mask, self.in_features)
-        self.streams = None if self.lean else gpu.streams_for(self.packed)
+        self.streams = gpu.streams_for(self.packed, lean=self.lean)
+        if self.streams is not None and gpu.suffice(self.streams):
+            self._put(gpu.HOST)
+
+    def _put(self, device: torch.device) -> None:
+        """Move values and mask."""
+        self.weight, self.weight_mask = self.weight.to(device), self.weight_mask.to(device)
+        self.offsets = self.offsets.to(device)
 
     @classmethod
     def from_linear(cls, layer: Any, *, int8: bool = False, lean: bool = False) -> PackedLinear:
@@ -133,7 +155,7 @@ class PackedLinear(nn.Module):
                 layer: Any = nn.Linear(self.in_features, self.out_features, bias=False)
             else:
                 layer = self.dense_kind(self.out_features, self.in_features)
-        layer.weight = nn.Parameter(self.packed.dense(), requires_grad=self.trainable)
+        layer.weight = nn.Parameter(self.packed.dense().to(self.device), requires_grad=self.trainable)
         if self.bias is not None:
             layer.bias = self.bias
         return layer.train(self.training)
@@ -143,12 +165,16 @@ class PackedLinear(nn.Module):
         """The weight."""
         shape = (self.out_features, self.in_features)
         transposed = self.dense_kind is not nn.Linear
-        return Packed(self.weight, self.weight_mask, shape, self.dtype, self.weight_scale, transposed)
+        scale = None if self.weight_scale is None else self.weight_scale.to(self.weight.device)
+        return Packed(self.weight, self.weight_mask, shape, self.dtype, scale, transposed)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight, streams included."""
-        return self.packed.nbytes + (0 if self.streams is None else self.streams.nbytes)
+        """Bytes of the weight where the layer computes, streams included."""
+        if self.streams is None:
+            return self.packed.nbytes
+        scale = 0 if self.weight_scale is None else self.weight_scale.nbytes
+        return self.streams.nbytes + (scale if self.hosted else self.packed.nbytes)
 
     def forward(self, x: Tensor) -> Tensor:
         """x @ weight.T + bias."""
@@ -161,11 +187,13 @@ class PackedLinear(nn.Module):
         bias: Tensor | None = self.bias
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            x, values = x.to(dtype), values if self.weight_scale is not None else values.to(dtype)
+            x, values = x.to(dtype), values if self.weight_scale is not None or self.hosted else values.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         scale, streams = self.weight_scale, self.streams
         if streams is not None and gpu.takes(x, streams, scale is not None, self.few):
             return gpu.decode(x, streams, scale, bias, observed=not _unobserved(x))
+        if streams is not None and self.hosted:
+            return gpu.many(x, streams, scale, bias)
         given = (x, values, self.weight_mask, self.offsets, self.weight_scale, bias, self.in_features)
         result: Tensor = KERNELS.get(kind, plain)(*given) if _unobserved(x) else packed_linear(*given)
         return result
@@ -177,19 +205,24 @@ class PackedLinear(nn.Module):
             self.dtype = self.weight.dtype
         if wrong := fault(self.packed):
             raise ModelError(f"A packed layer does not hold together: {wrong}. Load or save the model again.")
-        self._derive()
+        self._derive(self.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         """Moves and casts; scales stay fp32, as int8 values would lose precision otherwise."""
-        scale, before = self.weight_scale, (self.weight.device, self.weight.dtype)
+        scale, before, hosted = self.weight_scale, (self.device, self.dtype), self.hosted
+        held = {name: self._buffers.pop(name) for name in ("weight", "weight_mask", "offsets") if hosted}
         super()._apply(fn, recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
+        like = fn(torch.empty(0, dtype=self.dtype, device=before[0]))
+        self.dtype = like.dtype
         if scale is not None and self.weight_scale is not None and self.weight_scale.dtype != scale.dtype:
             self.weight_scale = scale.to(self.weight_scale.device)
+        same = before == (like.device, like.dtype)
+        for name, tensor in held.items():
+            self._buffers[name] = tensor if same or tensor is None else fn(tensor)
         if before[0].type == "meta":
             self.streams = None  # there are no values yet; `refresh` and loading derive them
-        elif before != (self.weight.device, self.weight.dtype):
-            self._derive()
+        elif not same:
+            self._derive(like.device)
         return self
 
     def _load_from_state_dict(
@@ -217,7 +250,7 @@ class PackedLinear(nn.Module):
                 )
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         if not errors:
-            self._derive()
+            self._derive(self.device)
 
     def extra_repr(self) -> str:
         """Sizes, sparsity and bytes."""
@@ -312,6 +345,7 @@ class PackReport:
         return f"{table}\n\n{total}"
 
 
+FULL = "too few zeros to be smaller packed"
 # Called with the model after its layers were packed or unpacked. The integration with transformers keeps the model's
 # config in step, so that `save_pretrained` writes a folder that loads again.
 CHANGED: list[Callable[[nn.Module], None]] = []
@@ -339,8 +373,10 @@ def pack(model: nn.Module, *, memory: bool = False, inputs: int = 1) -> PackRepo
         if not reason and weight.is_meta:
             reason = "on the meta device, without values"
         if not reason and not smaller(weight.detach()):
-            reason = "too few zeros to be smaller packed"
+            reason = FULL
         made = None if reason else PackedLinear.from_linear(layer, lean=memory)
+        if made is not None and memory and made.nbytes >= weight.nbytes:
+            made, reason = None, FULL
         found = None if made is None or memory else _timed(layer, made, zeros, inputs, times)
         if found is not None and found.ratio <= 1:
             what = "one input" if inputs == 1 else f"{inputs} inputs"
@@ -373,7 +409,7 @@ def _timed(layer: Any, made: PackedLinear, zeros: int, inputs: int, known: dict[
         if made.streams is not None:
             setting = gpu.best_setting(made.streams, x)
             made.streams = made.streams.launched(*setting)
-            made.few = gpu.few_of(made.streams, made.packed, made.offsets, x)
+            made.few = gpu.few_of(made.streams, made.packed, made.weight_scale, made.offsets, x)
         known[key] = Measured(compare(layer, made, x), setting, made.few)
     timing, setting, made.few = known[key]
     if made.streams is not None and setting is not None:

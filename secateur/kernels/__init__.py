@@ -196,6 +196,15 @@ def sparse_linear(
         return decode_triton.linear(*given)
 
 
+def unpack_streams(
+    values: Sequence[Tensor], indices: Sequence[Tensor], bases: Tensor, starts: Tensor, scale: Tensor | None,
+    dtype: torch.dtype, form: Sequence[int], weight: Tensor,
+) -> None:  # fmt: skip
+    """Write the dense weight of streams into `weight`, on a device with the CUDA kernel."""
+    with on(weight.device):
+        decode_cuda.unpack(values, indices, bases, starts, scale, dtype, form, weight)
+
+
 def unpack_weight(
     values: Tensor, mask: Tensor, offsets: Tensor, scale: Tensor | None, columns: int, weight: Tensor
 ) -> None:

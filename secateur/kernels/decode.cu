@@ -1,4 +1,5 @@
-// Few inputs times a sparse weight in streams (decode.py has the format, decode_cuda.py compiles and launches this).
+// Few inputs times a sparse weight in streams, and the dense weight of streams (decode.py has the format, decode_cuda.py
+// compiles and launches this).
 //
 // What Triton cannot do: the inputs stay in shared memory for the whole kernel, and threads take groups of 16 entries one
 // after another without regard to rows, so that every thread has work until the end and memory is read in order. A group
@@ -378,5 +379,59 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
         begin = end, end = next;
         int *free = first;
         first = first_next, first_next = free;
+    }
+}
+
+// An entry is zero where it only bridges a gap or fills a group; the place may be that of another entry.
+__device__ __forceinline__ void put_entries(const Group &group, char *row, float scale) {
+    u32 place[ENTRIES];
+    places_of(group, place);
+#pragma unroll
+    for (int k = 0; k < ENTRIES; k++) {
+        int column = place[k] / UNIT;
+        if (V == INT8) {
+            float value = value_of(group, k);
+            if (value != 0.0f) store(row, column, value * scale);
+        } else if (V == FP32) {
+            if (group.value[k % VALUE_WORDS]) ((u32 *)row)[column] = group.value[k % VALUE_WORDS];
+        } else {
+            u32 word = group.value[(k / 8 * 4 + k % 4) % VALUE_WORDS];
+            u16 half = k / 4 % 2 ? word >> 16 : word;
+            if (half) ((u16 *)row)[column] = half;
+        }
+    }
+}
+
+// The dense weight: a warp unpacks the segment of a row at a time in shared memory and writes it out.
+extern "C" __global__ void __launch_bounds__(THREADS) unpack(
+    const void *value0, const void *value1, const void *value2, const void *value3, const u32 *index0, const u32 *index1,
+    const u32 *index2, const u32 *index3, const u16 *bases, const i64 *starts, const float *scale, void *out, int rows,
+    int columns, int width, int segments
+) {
+    const int bytes = X == FP32 ? 4 : 2;
+    Planes planes = {value0, value1, value2, value3, index0, index1, index2, index3, bases};
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    char *mine = memory + warp * width * bytes;
+    for (i64 unit = (i64)blockIdx.x * WARPS + warp; unit < (i64)rows * segments; unit += gridDim.x * WARPS) {
+        i64 row = unit / segments, start = starts[unit];
+        int first = unit % segments * width, wide = min(width, columns - first), count = start >> 40;
+        for (int c = lane; c < width * bytes / 16; c += 32) ((uint4 *)mine)[c] = {0, 0, 0, 0};
+        __syncwarp();
+        for (int g = lane; g < count; g += 32) {
+            Group group = read_group(planes, (start & BEGIN) + g);
+            group.base = UNIT * (CELL ? g * STEP : group.base - first);
+            put_entries(group, mine, SCALED ? scale[row] : 1.0f);
+        }
+        __syncwarp();
+        char *to = (char *)out + (row * columns + first) * bytes;
+        if (columns * bytes % 16 == 0) {
+            for (int c = lane; c < wide * bytes / 16; c += 32) ((uint4 *)to)[c] = ((uint4 *)mine)[c];
+        } else {
+            for (int c = lane; c < wide; c += 32) {
+                if (X == FP32) ((u32 *)to)[c] = ((u32 *)mine)[c];
+                else ((u16 *)to)[c] = ((u16 *)mine)[c];
+            }
+        }
+        __syncwarp();
     }
 }

@@ -18,6 +18,7 @@ from secateur.kernels.nvrtc import CompilerError, Function, compile_source, comp
 
 SOURCE = Path(__file__).with_name("decode.cu")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+UNPACKING = 16  # warps of a block that unpacks, at most
 OLDEST, EARLY = (8, 0), (9, 0)  # compute capabilities: that can run the kernel, and that can begin it early
 
 
@@ -95,8 +96,13 @@ def _code(device: torch.device, defined: tuple[tuple[str, int], ...]) -> bytes:
 
 
 @functools.cache
-def _function(device: torch.device, defined: tuple[tuple[str, int], ...]) -> Function:
-    return Function(_code(device, defined), "decode", _room(device))
+def _function(name: str, device: torch.device, defined: tuple[tuple[str, int], ...]) -> Function:
+    return Function(_code(device, defined), name, _room(device))
+
+
+def _defined(form: Form, x: torch.dtype, values: torch.dtype, **more: int) -> tuple[tuple[str, int], ...]:
+    """What the source is compiled with: types of inputs (or of the result) and values, the form, and so on."""
+    return (("X", TYPES[x]), ("V", TYPES[values]), ("BITS", form.bits), ("CELL", form.cell), *more.items())
 
 
 def linear(
@@ -109,10 +115,9 @@ def linear(
     inputs, count = x.numel() // form.columns, shares.shape[0] - 1
     out = x.new_empty((*x.shape[:-1], form.rows))
     together = _inputs_together(form, inputs, x)
-    defined = (
-        ("X", TYPES[x.dtype]), ("V", TYPES[dtype]), ("BITS", form.bits), ("CELL", form.cell), ("INPUTS", together),
-        ("THREADS", form.tile), ("DEPTH", form.stages), ("SCALED", int(scale is not None)),
-        ("BIASED", int(bias is not None)),
+    defined = _defined(
+        form, x.dtype, dtype, INPUTS=together, THREADS=form.tile, DEPTH=form.stages, SCALED=int(scale is not None),
+        BIASED=int(bias is not None),
     )  # fmt: skip
     blocks = min(form.warps * processors(x.device), count)
     taken = _shares_at_a_time(-(-count // blocks), shares_with_room(form, together, x.dtype, x.device))
@@ -123,8 +128,28 @@ def linear(
         int(aligned), taken * form.share, taken * form.share_rows,
     )  # fmt: skip
     grid, shared = (blocks, -(-inputs // together)), shared_bytes(form, together, x.dtype, taken)
-    _function(x.device, defined).launch(grid, form.tile, shared, arguments, _may_begin_early(x.device))
+    function = _function("decode", x.device, defined)
+    function.launch(grid, form.tile, shared, arguments, _may_begin_early(x.device))
     return out
+
+
+def unpack(
+    values: Sequence[Tensor], indices: Sequence[Tensor], bases: Tensor, starts: Tensor, scale: Tensor | None,
+    dtype: torch.dtype, numbers: Sequence[int], weight: Tensor,
+) -> None:  # fmt: skip
+    """Write the dense weight of streams into `weight`, contiguous [rows, columns], as `unpacked` of format.py does."""
+    form = Form(*numbers)
+    each = form.width * weight.itemsize  # bytes of a warp
+    warps = min(UNPACKING, _room(weight.device) // each)
+    defined = _defined(
+        form, weight.dtype, dtype, INPUTS=1, THREADS=32 * warps, DEPTH=1, SCALED=int(scale is not None), BIASED=0
+    )  # fmt: skip
+    arguments = (
+        *_four(values), *_four(indices), bases, starts, scale, weight, form.rows, form.columns, form.width,
+        form.segments,
+    )  # fmt: skip
+    blocks = min(-(-form.rows * form.segments // warps), 4 * processors(weight.device))
+    _function("unpack", weight.device, defined).launch((blocks, 1), 32 * warps, warps * each, arguments, False)
 
 
 def _may_begin_early(device: torch.device) -> bool:
