@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +130,62 @@ WHOLE_CASES = (Case(1.7, 0.8), Case(2.4, 0.9), Case(None, 0.5), Case(None, 0.7),
 CONTEXT = 64  # positions of the cache; all are read in every step
 
 
+class Between(NamedTuple):
+    """What a decoder computes between its linear layers: fused by torch.compile on GPUs, as serving engines have it."""
+
+    positions: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    added: Callable[..., tuple[Tensor, Tensor]]
+    attended: Callable[..., Tensor]
+    gated: Callable[..., Tensor]
+
+
+def between(device: torch.device) -> Between:
+    """These functions for a device."""
+    plain = Between(positions, added, attended, gated)
+    if device.type != "cuda":
+        return plain
+    return Between(*(torch.compile(function, fullgraph=True, dynamic=False) for function in plain))
+
+
+def positions(place: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cosines and sines of rotary embedding at a position, fp32 [size], and which positions of the cache count."""
+    steps = torch.arange(0, size, 2, device=place.device, dtype=torch.float32)
+    angles = (place * 10000.0 ** (-steps / size)).repeat(2)
+    return angles.cos(), angles.sin(), torch.arange(CONTEXT, device=place.device) <= place
+
+
+def added(x: Tensor, change: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum, and its RMS norm times a weight."""
+    x = x + change
+    return x, functional.rms_norm(x, x.shape[-1:], weight)
+
+
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, cache: Tensor, place: Tensor, at: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """Attention of one token over a cache [2, groups, CONTEXT, size], to which its key and value are added."""
+    groups, size = cache.shape[1], cache.shape[3]
+    cosine, sine, seen = at
+    query = rotated(query.view(groups, -1, size), cosine, sine)
+    key = rotated(key.view(groups, 1, size), cosine, sine)
+    cache.index_copy_(2, place, torch.stack((key, value.view(groups, 1, size))))
+    keys, values = cache.unsqueeze(2)
+    scores = (query.unsqueeze(2).float() * keys).sum(-1) * size**-0.5
+    shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return (shares.unsqueeze(-1) * values).sum(2).to(query.dtype).view(1, -1)
+
+
+def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary embedding of one position."""
+    left, right = x.chunk(2, -1)
+    return (x * cosine + torch.cat((-right, left), -1) * sine).to(x.dtype)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU of the gate times the other half."""
+    return functional.silu(gate) * up
+
+
 class Block(nn.Module):
     """One layer of the decoder, with a cache of fixed size."""
 
@@ -137,34 +193,24 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.heads, self.groups, self.size = shape.heads, shape.groups, shape.width // shape.heads
+        size = shape.width // shape.heads
         linear = partial(nn.Linear, bias=False, device=device, dtype=dtype)
-        width, hidden, few = shape.width, shape.hidden, self.size * shape.groups
+        width, hidden, few = shape.width, shape.hidden, size * shape.groups
         self.queries, self.keys, self.values = linear(width, width), linear(width, few), linear(width, few)
         self.gate, self.up, self.down = linear(width, hidden), linear(width, hidden), linear(hidden, width)
         self.out = linear(width, width)
-        self.norms = nn.ModuleList(nn.RMSNorm(shape.width, device=device, dtype=dtype) for _ in range(2))
-        cache = torch.zeros(2, 1, shape.groups, CONTEXT, self.size, device=device, dtype=dtype)
+        self.norms = nn.ParameterList(torch.ones(width, device=device, dtype=dtype) for _ in range(2))
+        cache = torch.zeros(2, shape.groups, CONTEXT, size, device=device, dtype=dtype)
         self.register_buffer("cache", cache, persistent=False)
 
-    def forward(self, x: Tensor, place: Tensor, rotation: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-        """One token; `place` is its position, `seen` which positions of the cache count."""
-        normed = self.norms[0](x)
-        query = rotated(self.queries(normed).view(1, 1, self.heads, self.size).transpose(1, 2), rotation)
-        key = rotated(self.keys(normed).view(1, 1, self.groups, self.size).transpose(1, 2), rotation)
-        value = self.values(normed).view(1, 1, self.groups, self.size).transpose(1, 2)
-        self.cache.index_copy_(3, place, torch.stack((key, value)))
-        keys, values = self.cache
-        found = functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen, enable_gqa=True)
-        x = x + self.out(found.transpose(1, 2).reshape(1, -1))
-        normed = self.norms[1](x)
-        return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
-
-
-def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of one position."""
-    left, right = x.chunk(2, -1)
-    return x * rotation[0] + torch.cat((-right, left), -1) * rotation[1]
+    def forward(
+        self, x: Tensor, change: Tensor, place: Tensor, at: tuple[Tensor, Tensor, Tensor], run: Between
+    ) -> tuple[Tensor, Tensor]:
+        """One token at a position: the residual stream, and what is to be added to it."""
+        x, normed = run.added(x, change, self.norms[0])
+        found = run.attended(self.queries(normed), self.keys(normed), self.values(normed), self.cache, place, at)
+        x, normed = run.added(x, self.out(found), self.norms[1])
+        return x, self.down(run.gated(self.gate(normed), self.up(normed)))
 
 
 class Decoder(nn.Module):
@@ -175,19 +221,17 @@ class Decoder(nn.Module):
         self.size = shape.width // shape.heads
         self.embedding = nn.Embedding(shape.words, shape.width, device=device, dtype=dtype)
         self.blocks = nn.ModuleList(Block(shape, device, dtype) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width, device=device, dtype=dtype)
+        self.norm = nn.Parameter(torch.ones(shape.width, device=device, dtype=dtype))
         self.head = nn.Linear(shape.width, shape.words, bias=False, device=device, dtype=dtype)
+        self.between = between(device)
 
     def forward(self, token: Tensor, place: Tensor) -> Tensor:
         """Logits of a token int64 [1] at a position int64 [1]."""
         x = self.embedding(token)
-        steps = torch.arange(0, self.size, 2, device=x.device, dtype=torch.float32)
-        angles = (place * 10000.0 ** (-steps / self.size)).repeat(2)
-        rotation = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        seen = (torch.arange(CONTEXT, device=x.device) <= place).view(1, 1, 1, -1)
+        at, change = self.between.positions(place, self.size), torch.zeros_like(x)
         for block in self.blocks:
-            x = block(x, place, rotation, seen)
-        return self.head(self.norm(x))
+            x, change = block(x, change, place, at, self.between)
+        return self.head(self.between.added(x, change, self.norm)[1])
 
 
 @torch.no_grad()

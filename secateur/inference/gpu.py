@@ -34,7 +34,9 @@ Setting = tuple[int, int, int, int]  # kernel, tile, warps, stages
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Launch settings that are tried (`Form` has their meaning). In Triton fewer rows make more programs; with more rows
 # inputs are staged less often.
-CUDA_SETTINGS: tuple[Setting, ...] = ((CUDA, 1024, 1, 2), (CUDA, 1024, 1, 1), (CUDA, 512, 1, 2), (CUDA, 512, 2, 1))
+CUDA_SETTINGS: tuple[Setting, ...] = (
+    (CUDA, 1024, 1, 2), (CUDA, 1024, 1, 1), (CUDA, 512, 1, 2), (CUDA, 512, 2, 1), (CUDA, 1024, 1, 3), (CUDA, 768, 1, 4),
+)  # fmt: skip
 TRITON_SETTINGS: tuple[Setting, ...] = ((TRITON, 8, 4, 2), (TRITON, 16, 8, 2), (TRITON, 4, 4, 2))
 COPIES = 16  # of streams that tuning goes round at most
 
