@@ -52,9 +52,10 @@ def run(options: argparse.Namespace) -> int:
         layers = select.make(list(shapes_of(size)), device, torch.bfloat16, options.seed)
         for score in scores:
             data["sizes"].append(measure(Case(layers, score, options.sparsity), device, speed, options.calls))
+            path = record.save("scale", data, options, device)
         del layers
     print(text_table(*table(data["sizes"])), end="\n\n")
-    print(record.save("scale", data, options, device))
+    print(path)
     return 0
 
 

@@ -219,6 +219,8 @@ def run(options: argparse.Namespace) -> int:
         "sizes": [],
     }  # fmt: skip
     speed = bandwidth(device) if kind(device) == "gpu" else 0.0
+    if speed:
+        data["bandwidth"] = speed
     for dim in dims:
         made = make([(dim, dim)] * layers, device, getattr(torch, options.dtype), options.seed)
         for score in scores:
@@ -226,10 +228,9 @@ def run(options: argparse.Namespace) -> int:
             measured = measure_gpu(case, device, speed, calls, rounds) if speed else measure_cpu(case, calls, rounds)
             size = {"dim": dim, "layers": layers, "dtype": options.dtype, "score": str(score), **measured}
             data["sizes"].append(size)
+            path = record.save("select", data, options, device)
             print(text_table(*table(size)), end="\n\n", flush=True)
-    if speed:
-        data["bandwidth"] = speed
-    print(record.save("select", data, options, device))
+    print(path)
     return 0
 
 

@@ -24,7 +24,7 @@ from secateur.selection import masks
 
 ENTRIES = 16  # in a group
 CELL = 16  # columns in a cell
-PART = 1 << 22  # positions converted at a time
+PART, PART_ON_GPU = 1 << 22, 1 << 24  # positions converted at a time; a GPU needs more to be busy
 CHUNK = 64  # columns in which entries are counted before the width is chosen; widths are multiples of it
 WIDEST = 2048  # columns of a segment: their inputs are staged in shared memory
 GROUPS = (32, 16, 8)  # groups that a segment may have at most; fewer only if that saves CLEARLY
@@ -151,7 +151,8 @@ def shares_of(starts: Tensor, form: Form, processors: int) -> tuple[Form, Tensor
 
 def _blocks(mask: Tensor, columns: int) -> Iterator[Tensor]:
     """Blocks of rows: which of their weights are kept, bool [rows, columns]."""
-    for part in mask.split(max(1, PART // columns)):
+    positions = PART_ON_GPU if mask.is_cuda else PART
+    for part in mask.split(max(1, positions // columns)):
         yield masks.unpack(part, (part.shape[0], columns))
 
 
