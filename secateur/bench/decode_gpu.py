@@ -144,7 +144,8 @@ def between(device: torch.device) -> Between:
     plain = Between(positions, added, attended, gated)
     if device.type != "cuda":
         return plain
-    return Between(*(torch.compile(function, fullgraph=True, dynamic=False) for function in plain))
+    fused: list[Any] = [torch.compile(function, fullgraph=True, dynamic=False) for function in plain]
+    return Between(*fused)
 
 
 def positions(place: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
