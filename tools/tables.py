@@ -165,6 +165,40 @@ def decode_whole_tables(record: Record) -> list[str]:
     return ["\n".join(f"- {line}" for line in decode_gpu.whole_lines(record["whole"]))]
 
 
+LEVELS = (0.5, 0.7, 0.8, 0.9)
+
+
+def decode_short() -> str:
+    """What zeros buy at one token at a time in bf16: dense over packed time by sparsity, of all shapes measured on GPUs
+    and the largest on a CPU."""
+    rows, sources = [], []
+    for kind, shapes, rival in ((GPU, decode_gpu.SHAPES, "cuBLAS"), (CPU, ("8192x8192",), "torch")):
+        found = newest("decode", kind)
+        if found is None:
+            continue
+        cells = [
+            cell for cell in found["cells"] if cell["dtype"] == "bfloat16" and cell["values"] == "as dense" and
+            cell["right"] and cell["shape"] in shapes and cell.get("inputs", 1) == 1
+        ]  # fmt: skip
+        rows.append(
+            (f"{found['hardware']}, beside {rival} ({', '.join(shapes)})", *map(partial(gained, cells), LEVELS))
+        )
+        sources.append(f"{found['hardware']}, commit {found['commit']}")
+    table = markdown_table(("linear layers of bf16, batch 1", *(f"{level:.0%}" for level in LEVELS)), rows)
+    return "\n\n".join([table, f"Dense over packed time, medians: {'; '.join(sources)}"]) if rows else NOT_YET
+
+
+def gained(cells: list[Record], level: float) -> str:
+    """The range of dense over packed time at a sparsity."""
+    ratios = [
+        statistics.median(cell["dense_us"]) / statistics.median(cell["packed_us"])
+        for cell in cells
+        if round(cell["sparsity"], 2) == level
+    ]
+    shown = sorted({f"{ratio:.1f}" for ratio in (min(ratios), max(ratios))}) if ratios else []
+    return f"{' to '.join(shown)}x" if shown else "-"
+
+
 def pattern_tables(record: Record) -> list[str]:
     cells = record["cells"]
     lines = [
@@ -232,6 +266,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "data-stream": stream_part,
     "decode": lambda: part("decode", CPU, decode_tables),
     "decode-gpu": lambda: part("decode", GPU, decode_gpu_tables),
+    "decode-short": decode_short,
     "decode-model": lambda: part("decode-model", CPU, decode_tables),
     "decode-whole": lambda: part("decode-whole", GPU, decode_whole_tables),
     "forms": lambda: part("small-claims", CPU, claims.forms_tables),
