@@ -30,14 +30,15 @@ HOST = torch.device("cpu")
 # Inputs up to which the kernel is used where nothing was measured; `few_of` measures it.
 FEW = 4
 TRIED = (1, 4, 8, 16)  # numbers of inputs that `few_of` measures
-Setting = tuple[int, int, int, int]  # kernel, tile, warps, stages
+Setting = tuple[int, ...]  # kernel, tile, warps, stages, copies
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Launch settings that are tried (`Form` has their meaning). In Triton fewer rows make more programs; with more rows
 # inputs are staged less often.
 CUDA_SETTINGS: tuple[Setting, ...] = (
-    (CUDA, 1024, 1, 2), (CUDA, 1024, 1, 1), (CUDA, 512, 1, 2), (CUDA, 512, 2, 1), (CUDA, 1024, 1, 3), (CUDA, 768, 1, 4),
+    (CUDA, 1024, 1, 2, 1), (CUDA, 1024, 1, 1, 1), (CUDA, 512, 1, 2, 1), (CUDA, 512, 2, 1, 1),
+    (CUDA, 1024, 1, 2, 8), (CUDA, 1024, 1, 1, 8), (CUDA, 512, 2, 1, 8),
 )  # fmt: skip
-TRITON_SETTINGS: tuple[Setting, ...] = ((TRITON, 8, 4, 2), (TRITON, 16, 8, 2), (TRITON, 4, 4, 2))
+TRITON_SETTINGS: tuple[Setting, ...] = ((TRITON, 8, 4, 2, 1), (TRITON, 16, 8, 2, 1), (TRITON, 4, 4, 2, 1))
 COPIES = 16  # of streams that tuning goes round at most
 
 

@@ -8,7 +8,7 @@
 // as many at a time as it has room for the sums of.
 //
 // Compiled with: X, V (types of inputs and values), BITS, CELL, INPUTS (at a time), THREADS, DEPTH (groups that a thread
-// reads ahead), SCALED, BIASED.
+// reads ahead), COPIES (of the inputs in shared memory), SCALED, BIASED.
 
 #define FP32 0
 #define BF16 1
@@ -73,7 +73,8 @@ __device__ __forceinline__ void allow_launch_after() {
 #define STEP (CELL ? CELL_COLUMNS * ENTRIES / (CELL ? CELL : 1) : 1) // columns of a group of cells
 #define VALUE_WORDS (V == FP32 ? 16 : V == INT8 ? 4 : 8)
 #define INDEX_WORDS (BITS / 2)
-#define UNIT (INPUTS == 1 || X != FP32 && INPUTS == 2 ? 4 : 8) // bytes of a column in shared memory
+#define ONE (INPUTS == 1 || X != FP32 && INPUTS == 2 ? 4 : 8) // bytes of the inputs of a column
+#define UNIT (COPIES * ONE) // bytes of a column in shared memory
 
 struct Group {
     u32 value[VALUE_WORDS];
@@ -206,31 +207,47 @@ __device__ __forceinline__ float x_as_float(const void *x, i64 place) {
     return from_half(((const u16 *)x)[place], 0, X);
 }
 
-// Where the inputs of a column are staged. The threads of a warp read the same entry of neighbouring groups of cells, and
-// those have similar columns: different groups have their columns in another order, so that few meet in one bank.
+// Where the inputs of a column are staged; it is its own inverse. The threads of a warp read the same entry of
+// neighbouring groups of cells, and those have similar columns: different groups have their columns in another order, so
+// that few meet in one bank.
 __device__ __forceinline__ int mixed(int group) { return (group & 1) << 4 | (group >> 1 & 15); }
 __device__ __forceinline__ int staged_at(int column) { return CELL ? column ^ mixed(column / STEP) : column; }
 
-// Inputs of a column side by side; columns beyond the last are zero.
-__device__ void stage_one_by_one(const void *x, int columns, int padded, int live) {
-    for (int c = threadIdx.x; c < padded; c += THREADS) {
-        int to = staged_at(c);
+// The bits of an input; zero beyond the last column.
+__device__ __forceinline__ u32 bits_of(const void *x, int number, int column, int columns, int live) {
+    if (column >= columns) return 0;
+    i64 place = (i64)min(number, live - 1) * columns + column;
+    return X == FP32 ? ((const u32 *)x)[place] : ((const u16 *)x)[place];
+}
+
+// A word of those that a column has in shared memory: an input in fp32, or two of 16 bits.
+__device__ __forceinline__ u32 word_of(const void *x, int word, int column, int columns, int live) {
+    if (X == FP32) return bits_of(x, word, column, columns, live);
+    if (INPUTS == 1) return __float_as_uint(from_half(bits_of(x, 0, column, columns, live), 0, X));
+    return bits_of(x, 2 * word, column, columns, live) | bits_of(x, 2 * word + 1, column, columns, live) << 16;
+}
+
+// The inputs of each column side by side, COPIES times. Neighbouring threads write 16 bytes each next to one another, so
+// that no two of them meet in one bank.
+__device__ void stage(const void *x, int columns, int padded, int live) {
+    const int wide = UNIT < 16 ? 16 / UNIT : 1, pieces = UNIT < 16 ? 1 : UNIT / 16; // columns in 16 bytes, or the inverse
+#pragma unroll 4
+    for (int piece = threadIdx.x; piece < padded / wide * pieces; piece += THREADS) {
+        u32 made[4];
 #pragma unroll
-        for (int n = 0; n < INPUTS; n++) {
-            i64 from = (i64)min(n, live - 1) * columns + c;
-            bool there = c < columns;
-            if (INPUTS == 1) ((float *)memory)[to] = there ? x_as_float(x, from) : 0.0f;
-            else if (X == FP32) ((float *)memory)[to * INPUTS + n] = there ? ((const float *)x)[from] : 0.0f;
-            else ((u16 *)memory)[to * INPUTS + n] = there ? ((const u16 *)x)[from] : (u16)0;
+        for (int word = 0; word < 4; word++) {
+            int column = staged_at(piece / pieces * wide + 4 * word / (16 / wide));
+            made[word] = word_of(x, word % (ONE / 4), column, columns, live);
         }
+        ((uint4 *)memory)[piece] = {made[0], made[1], made[2], made[3]};
     }
 }
 
-// The same, 16 bytes of every input at a time.
+// The same with one copy, reading 16 bytes of every input at a time.
 __device__ void stage_in_words(const void *x, int columns, int padded, int live) {
     const int wide = X == FP32 ? 4 : 8; // columns in 16 bytes
     for (int c = threadIdx.x * wide; c < padded; c += THREADS * wide) {
-        u32 read[INPUTS][4], made[wide * UNIT / 4];
+        u32 read[INPUTS][4], made[wide * ONE / 4];
 #pragma unroll
         for (int n = 0; n < INPUTS; n++) {
             uint4 words = {0, 0, 0, 0};
@@ -251,13 +268,13 @@ __device__ void stage_in_words(const void *x, int columns, int padded, int live)
                         __byte_perm(read[n][j / 2], read[(n + 1) % INPUTS][j / 2], j % 2 ? 0x7632 : 0x5410);
             }
         }
-        uint4 *to = (uint4 *)(memory + c * UNIT);
+        uint4 *to = (uint4 *)(memory + c * ONE);
 #pragma unroll
-        for (int j = 0; j < wide * UNIT / 16 && !CELL; j++)
+        for (int j = 0; j < wide * ONE / 16 && !CELL; j++)
             to[j] = {made[4 * j], made[4 * j + 1], made[4 * j + 2], made[4 * j + 3]};
 #pragma unroll
-        for (int j = 0; j < wide * UNIT / 4 && CELL; j++)
-            ((u32 *)(memory + staged_at(c + 4 * j / UNIT) * UNIT))[j % (UNIT / 4)] = made[j];
+        for (int j = 0; j < wide * ONE / 4 && CELL; j++)
+            ((u32 *)(memory + staged_at(c + 4 * j / ONE) * ONE))[j % (ONE / 4)] = made[j];
     }
 }
 
@@ -280,6 +297,7 @@ __device__ __forceinline__ void sum_groups(
     Group *ahead, const Planes &planes, float *part, int begin, int end, int in_row, int most_groups
 ) {
     int group = begin + threadIdx.x, number = CELL ? group % in_row : 0, step = CELL ? THREADS % in_row : 0;
+    u32 copy = threadIdx.x % COPIES * ONE; // fewer threads share a copy, so fewer of them meet in one bank
     while (group < end) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
@@ -287,13 +305,13 @@ __device__ __forceinline__ void sum_groups(
             Group now = ahead[d];
             if (group + DEPTH * THREADS < end) ahead[d] = read_group(planes, group + DEPTH * THREADS);
             if (CELL) {
-                now.base = UNIT * (number * STEP ^ mixed(number) & 16);
+                now.base = UNIT * (number * STEP ^ mixed(number) & 16) + copy;
 #pragma unroll
                 for (int i = 0; i < INDEX_WORDS; i++) now.index[i] ^= 0x11111111u * (mixed(number) & 15);
                 number += step;
                 number -= number >= in_row ? in_row : 0;
             } else {
-                now.base *= UNIT;
+                now.base = UNIT * now.base + copy;
             }
             float sum[INPUTS];
             multiply(now, sum);
@@ -359,8 +377,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
     allow_launch_after();
     wait_for_launch_before();
     x = (const char *)x + (i64)given * columns * bytes;
-    if (aligned) stage_in_words(x, columns, padded, live);
-    else stage_one_by_one(x, columns, padded, live);
+    if (COPIES == 1 && aligned) stage_in_words(x, columns, padded, live);
+    else stage(x, columns, padded, live);
     __syncthreads();
     while (true) {
         sum_groups(ahead, planes, part, begin.y, end.y, in_row, most_groups);

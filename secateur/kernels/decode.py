@@ -54,6 +54,7 @@ class Form:
     tile: int = ROWS  # rows of a program (threads of a block)
     warps: int = 4  # (blocks of a multiprocessor)
     stages: int = 2  # segments in flight (groups that a thread reads ahead)
+    copies: int = 1  # (of the inputs in shared memory, at most)
 
     @property
     def segments(self) -> int:
@@ -64,7 +65,7 @@ class Form:
         """As the arguments of a torch op."""
         return [
             self.rows, self.columns, self.width, self.groups, self.bits, self.cell, self.share, self.share_rows,
-            self.kernel, self.tile, self.warps, self.stages,
+            self.kernel, self.tile, self.warps, self.stages, self.copies,
         ]  # fmt: skip
 
 
@@ -91,9 +92,10 @@ class Streams:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def launched(self, kernel: int, tile: int, warps: int, stages: int) -> Streams:
+    def launched(self, kernel: int, tile: int, warps: int, stages: int, copies: int = 1) -> Streams:
         """The same streams with other launch settings."""
-        return replace(self, form=replace(self.form, kernel=kernel, tile=tile, warps=warps, stages=stages))
+        form = replace(self.form, kernel=kernel, tile=tile, warps=warps, stages=stages, copies=copies)
+        return replace(self, form=form)
 
 
 def can_stream(dtype: torch.dtype, scaled: bool) -> bool:

@@ -19,6 +19,7 @@ from secateur.kernels.nvrtc import CompilerError, Function, compile_source, comp
 SOURCE = Path(__file__).with_name("decode.cu")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 UNPACKING = 16  # warps of a block that unpacks, at most
+STAGED = 0.6  # of a block's shared memory that copies of the inputs take at most; sums need the rest
 OLDEST, EARLY = (8, 0), (9, 0)  # compute capabilities: that can run the kernel, and that can begin it early
 
 
@@ -60,16 +61,32 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def shared_bytes(form: Form, inputs: int, dtype: torch.dtype, shares: int) -> int:
-    """Shared memory of a block: inputs (one is kept in fp32), partial sums of its shares, and where rows begin."""
-    staged = _padded(form) * (4 if inputs == 1 else inputs * dtype.itemsize)
-    return staged + 4 * shares * (inputs * form.share + 2 * form.share_rows) + 8
+def _staged_bytes(form: Form, inputs: int, dtype: torch.dtype, copies: int) -> int:
+    """Shared memory of inputs; one alone is kept in fp32."""
+    return _padded(form) * copies * (4 if inputs == 1 else inputs * dtype.itemsize)
 
 
-def shares_with_room(form: Form, inputs: int, dtype: torch.dtype, device: torch.device) -> int:
+def _share_bytes(form: Form, inputs: int) -> int:
+    """Shared memory of a share: partial sums, and where rows begin."""
+    return 4 * (inputs * form.share + 2 * form.share_rows)
+
+
+def shared_bytes(form: Form, inputs: int, dtype: torch.dtype, shares: int, copies: int = 1) -> int:
+    """Shared memory of a block."""
+    return _staged_bytes(form, inputs, dtype, copies) + shares * _share_bytes(form, inputs) + 8
+
+
+def shares_with_room(form: Form, inputs: int, dtype: torch.dtype, device: torch.device, copies: int = 1) -> int:
     """Shares that fit into shared memory together with so many inputs."""
-    none = shared_bytes(form, inputs, dtype, 0)
-    return max(0, _room(device) - none) // (shared_bytes(form, inputs, dtype, 1) - none)
+    return max(0, _room(device) - shared_bytes(form, inputs, dtype, 0, copies)) // _share_bytes(form, inputs)
+
+
+def copies_with_room(form: Form, inputs: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Copies of the inputs, a power of two: as many as the form allows and STAGED of the shared memory has room for."""
+    copies, room = form.copies, int(STAGED * _room(device) / form.warps)
+    while copies > 1 and _staged_bytes(form, inputs, dtype, copies) > room:
+        copies //= 2
+    return copies
 
 
 def _step(form: Form) -> int:
@@ -115,19 +132,20 @@ def linear(
     inputs, count = x.numel() // form.columns, shares.shape[0] - 1
     out = x.new_empty((*x.shape[:-1], form.rows))
     together = _inputs_together(form, inputs, x)
+    copies = copies_with_room(form, together, x.dtype, x.device)
     defined = _defined(
-        form, x.dtype, dtype, INPUTS=together, THREADS=form.tile, DEPTH=form.stages, SCALED=int(scale is not None),
-        BIASED=int(bias is not None),
+        form, x.dtype, dtype, INPUTS=together, THREADS=form.tile, DEPTH=form.stages, COPIES=copies,
+        SCALED=int(scale is not None), BIASED=int(bias is not None),
     )  # fmt: skip
     blocks = min(form.warps * processors(x.device), count)
-    taken = _shares_at_a_time(-(-count // blocks), shares_with_room(form, together, x.dtype, x.device))
+    taken = _shares_at_a_time(-(-count // blocks), shares_with_room(form, together, x.dtype, x.device, copies))
     aligned = x.data_ptr() % 16 == 0 and form.columns % 8 == 0
     arguments = (
         x, *_four(values), *_four(indices), bases, starts, shares, scale, None if bias is None else bias.detach(), out,
         form.rows, form.columns, _padded(form), form.segments, inputs, count, taken, -(-form.columns // _step(form)),
         int(aligned), taken * form.share, taken * form.share_rows,
     )  # fmt: skip
-    grid, shared = (blocks, -(-inputs // together)), shared_bytes(form, together, x.dtype, taken)
+    grid, shared = (blocks, -(-inputs // together)), shared_bytes(form, together, x.dtype, taken, copies)
     function = _function("decode", x.device, defined)
     function.launch(grid, form.tile, shared, arguments, _may_begin_early(x.device))
     return out
@@ -142,7 +160,8 @@ def unpack(
     each = form.width * weight.itemsize  # bytes of a warp
     warps = min(UNPACKING, _room(weight.device) // each)
     defined = _defined(
-        form, weight.dtype, dtype, INPUTS=1, THREADS=32 * warps, DEPTH=1, SCALED=int(scale is not None), BIASED=0
+        form, weight.dtype, dtype, INPUTS=1, THREADS=32 * warps, DEPTH=1, COPIES=1,
+        SCALED=int(scale is not None), BIASED=0,
     )  # fmt: skip
     arguments = (
         *_four(values), *_four(indices), bases, starts, scale, weight, form.rows, form.columns, form.width,
