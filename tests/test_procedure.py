@@ -67,7 +67,7 @@ def a_cell(name: str, group: int | str, calls: int, seconds: float) -> dict[str,
     return {
         "cell": name, "group": group, "draw": 0, "sparsity": 0.09, "perplexity": 3.5, "alone": 3.25, "calls": calls,
         "probe_peak_bytes": 2e9, "found": [[text, -1.0] for text in names],
-        "levels": [{"cpu_seconds": cost, "calls": 1, "value": -4.0} for cost in costs],
+        "levels": [{"seconds" if group == 1 else "cpu_seconds": cost, "calls": 1, "value": -4.0} for cost in costs],
     }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_searches_become_tables() -> None:
     assert lines[2] == f"| stories15M | {named} | 0 | 2 | 2.0 | 3 | 2,000 | 9.0% | 3.50 | 3.25 | - |"
     text = procedure_tables.levels([record])
     assert f"| stories15M | {named} | 0 | 0.2 | 0.1800 | 4.00 | 3.0 | 1 |" in text
-    assert "3 calls of the score cached, 85 refreshed (28x); 4 and 8 CPU s (50% less)" in text
+    assert "3 calls of the score cached, 85 refreshed (28x); 4 and 8 s (50% less)" in text
     assert procedure_tables.searches([]) == procedure_tables.levels([]) == "not measured yet"
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 import secateur as sc
+from secateur.bench.measuring import synchronize
 from secateur.errors import SecateurError
 from secateur.integrations import smollm2, text
 from secateur.integrations.evaluation import perplexity
@@ -53,35 +54,39 @@ class Texts:
 
 @dataclass
 class Meter:
-    """What a cell costs: CPU seconds, calls of the score, passes that measure its facts, and the peak of memory."""
+    """What a cell costs: seconds, calls of the score, passes that measure its facts, and the peak of memory."""
 
-    began: float = field(default_factory=time.process_time)
+    device: torch.device
+    began: float = 0.0
     calls: int = 0
     passes: int = 0
     levels: list[dict[str, float]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.began = seconds(self.device)
+
     def figures(self) -> dict[str, Any]:
-        found = {"probe_cpu_seconds": time.process_time() - self.began, "calls": self.calls, "passes": self.passes}
-        return found | {"probe_peak_bytes": peak_bytes(), "levels": self.levels}
+        found = {"probe_seconds": seconds(self.device) - self.began, "calls": self.calls, "passes": self.passes}
+        return found | {"probe_peak_bytes": peak_bytes(self.device), "levels": self.levels}
 
     def watch(self, metric: Callable[[Any], float]) -> Callable[[Any], float]:
-        """The metric; notes the CPU seconds and the calls between its evaluations, which are those of a level."""
-        last = [time.process_time(), self.calls]
+        """The metric; notes the seconds and the calls between its evaluations, which are those of a level."""
+        last = [seconds(self.device), self.calls]
 
         def watched(model: Any) -> float:
-            seconds, calls = time.process_time() - last[0], self.calls - last[1]
+            taken, calls = seconds(self.device) - last[0], self.calls - last[1]
             value = metric(model)
-            self.levels.append({"cpu_seconds": seconds, "calls": calls, "value": value})
-            last[:] = time.process_time(), self.calls
+            self.levels.append({"seconds": taken, "calls": calls, "value": value})
+            last[:] = seconds(self.device), self.calls
             return value
 
         return watched
 
 
 @contextmanager
-def metered() -> Iterator[Meter]:
+def metered(device: torch.device) -> Iterator[Meter]:
     """Counts the selections of candidates and the passes of facts inside."""
-    meter = Meter()
+    meter = Meter(device)
     select, gather = Probe.kept_at, CalibratedModel.facts
 
     def selecting(self: Probe, *given: Any, **named: Any) -> Any:
@@ -92,18 +97,31 @@ def metered() -> Iterator[Meter]:
         meter.passes += 1
         return gather(self, *given, **named)
 
-    reset_peak()
+    reset_peak(device)
     with mock.patch.object(Probe, "kept_at", selecting), mock.patch.object(CalibratedModel, "facts", gathering):
         yield meter
 
 
-def reset_peak() -> None:
-    """Make the peak of this process's memory its present memory (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")
+def seconds(device: torch.device) -> float:
+    """CPU seconds of this process, since other work on a machine does not change them; the time of a GPU."""
+    if device.type == "cpu":
+        return time.process_time()
+    synchronize(device)
+    return time.perf_counter()
 
 
-def peak_bytes() -> int:
-    """The peak of resident memory since the last reset."""
+def reset_peak(device: torch.device) -> None:
+    """Make the peak of memory the present memory: of this process (Linux), or of what torch has on a GPU."""
+    if device.type == "cpu":
+        Path("/proc/self/clear_refs").write_text("5")
+    else:
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The peak of memory since the last reset."""
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
@@ -112,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the cells that are not on record, and save after each."""
     torch.set_num_threads(1)
     model, texts, about = prepare(options)
-    device = torch.device("cpu")
+    device = options.device
     theme = f"procedure-{options.name}" + (f"-{options.label}" if options.label else "")
     data = about | {"cells": [], "commands": []}
     path = record.save(theme, data, options, device) if options.fresh else None
@@ -141,7 +159,7 @@ def prepare(options: argparse.Namespace) -> tuple[Any, Texts, dict[str, Any]]:
     """The model, its texts, and what the record says about them."""
     counts = [*[options.calibration] * options.draws, options.decisions, options.evaluation]
     if options.name == "smollm2":
-        model, tokenizer = smollm2.load()
+        model, tokenizer = smollm2.read(options.checkpoint) if options.checkpoint else smollm2.load()
         windows = text.windows(tokenizer, text.read_text(options.text), options.context, sum(counts))
         named = "SmolLM2-135M-Instruct, dequantized from a Q4_1 file"
     else:
@@ -157,7 +175,8 @@ def prepare(options: argparse.Namespace) -> tuple[Any, Texts, dict[str, Any]]:
         whole = perplexity(model, windows[-options.evaluation :], batch=4)
         model, [windows] = stories.restricted(model, [windows])
         named = f"stories15M with the {model.config.vocab_size:,} tokens of these texts (all 32,000: {whole:.3f})"
-    *draws, decisions, evaluation = windows[: sum(counts)].split(counts)
+    model.to(options.device)
+    *draws, decisions, evaluation = windows[: sum(counts)].to(options.device).split(counts)
     about = {
         "model": named, "text": options.text.name if options.text else WRITTEN, "context": options.context,
         "calibration": options.calibration, "windows": [options.decisions, options.evaluation], "seed": options.seed,
@@ -184,7 +203,7 @@ def cell(
     def judged(windows: Tensor = texts.evaluation) -> float:
         return perplexity(model, windows, batch=4)
 
-    with metered() as meter:
+    with metered(options.device) as meter:
         found = probed(model, batches, name, meter, texts, options)
         figures = meter.figures() | {"sparsity": found.sparsity, "found": [list(pair) for pair in found.found]}
     figures |= {"perplexity": judged(), "calibrated": judged(texts.draws[draw])}
@@ -192,10 +211,11 @@ def cell(
     figures["dense_calibrated"] = judged(texts.draws[draw])
     others: dict[str, dict[str, Any]] = {"alone": {"score": "wanda"}, "recommended": RECOMMENDED}
     for other, settings in others.items() if found.pruned else ():
-        reset_peak()
-        began = time.process_time()
+        reset_peak(options.device)
+        began = seconds(options.device)
         sc.prune(model, batches, sparsity=found.sparsity, **settings)
-        figures |= {f"{other}_cpu_seconds": time.process_time() - began, f"{other}_peak_bytes": peak_bytes()}
+        figures[f"{other}_seconds"] = seconds(options.device) - began
+        figures[f"{other}_peak_bytes"] = peak_bytes(options.device)
         figures[other] = judged()
         model.load_state_dict(dense)
     return figures
@@ -220,7 +240,7 @@ def probed(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=("stories15m", "smollm2"))
-    parser.add_argument("--checkpoint", type=Path, help="stories15M in the format of llama2.c")
+    parser.add_argument("--checkpoint", type=Path, help="stories15M in the format of llama2.c; SmolLM2's GGUF file")
     parser.add_argument("--text", type=Path, help="text of the windows (stories15m: what it writes itself)")
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
     parser.add_argument("--draws", type=int, default=3, help="calibration texts (3)")
@@ -236,6 +256,7 @@ def main() -> int:
     parser.add_argument("--step", type=float, default=0.1)
     parser.add_argument("--end", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--label", help="of the record")
     parser.add_argument("--fresh", action="store_true", help="replace the record")
     parser.add_argument("--out", type=Path, help="folder of the record (benchmarks/results)")

@@ -42,15 +42,15 @@ def strict(records: Iterable[Record]) -> str:
 def searches(records: Iterable[Record]) -> str:
     """Every search: what it reached, what stands beside it at the same sparsity, and what it cost."""
     header = (
-        "model", "search", "draw", "levels and tries", "CPU s each", "calls of the score", "peak MB", "sparsity",
+        "model", "search", "draw", "levels and tries", "s each", "calls of the score", "peak MB", "sparsity",
         "perplexity", "WANDA alone", "recommended",
     )  # fmt: skip
     rows = []
     for record, cell in _searches(records):
         tried = probes(cell)
-        seconds = f"{statistics.median(level['cpu_seconds'] for level in tried):.1f}"
+        each = f"{statistics.median(map(seconds, tried)):.1f}"
         beside = [f"{cell[key]:.2f}" if key in cell else "-" for key in ("alone", "recommended")]
-        cost = str(len(tried)), seconds, str(cell["calls"]), f"{cell['probe_peak_bytes'] / 1e6:,.0f}"
+        cost = str(len(tried)), each, str(cell["calls"]), f"{cell['probe_peak_bytes'] / 1e6:,.0f}"
         reached = f"{cell['sparsity']:.1%}", f"{cell['perplexity']:.2f}"
         rows.append((_model(record), _named(cell), str(cell["draw"]), *cost, *reached, *beside))
     return markdown_table(header, rows) if rows else NONE
@@ -58,7 +58,7 @@ def searches(records: Iterable[Record]) -> str:
 
 def levels(records: Sequence[Record]) -> str:
     """Level by level: the searches without a limit, and what cached candidates save."""
-    header = ("model", "search", "draw", "level", "sparsity", "perplexity", "CPU s", "calls of the score")
+    header = ("model", "search", "draw", "level", "sparsity", "perplexity", "s", "calls of the score")
     rows = []
     for record, cell in _searches(records):
         if cell["cell"] not in (CACHED, REFRESHED):
@@ -66,7 +66,7 @@ def levels(records: Sequence[Record]) -> str:
         names = [name for name, _ in cell["found"] if name.startswith("level ")]
         for name, level in zip(names, probes(cell), strict=True):
             asked, _, sparsity = (part.rpartition(" ")[2] for part in name.split(", "))
-            cost = f"{level['cpu_seconds']:.1f}", str(level["calls"])
+            cost = f"{seconds(level):.1f}", str(level["calls"])
             who = _model(record), _named(cell), str(cell["draw"])
             rows.append((*who, asked, sparsity, f"{-level['value']:.2f}", *cost))
     saved = [caching(record) for record in records]
@@ -80,11 +80,11 @@ def caching(record: Record) -> str:
     for (name, group, draw), cell in found.items():
         other = found.get((REFRESHED, group, draw))
         if name == CACHED and other is not None:
-            ours, theirs = (sum(level["cpu_seconds"] for level in probes(one)) for one in (cell, other))
+            ours, theirs = (sum(map(seconds, probes(one))) for one in (cell, other))
             said.append(
                 f"{len(probes(cell))} levels, {_layers(group)}, draw {draw}: {cell['calls']} calls of the score cached,"
-                f" {other['calls']} refreshed ({other['calls'] / cell['calls']:.0f}x); {ours:.0f} and {theirs:.0f} CPU"
-                f" s ({1 - ours / theirs:.0%} less); sparsity {cell['sparsity']:.1%} and {other['sparsity']:.1%} at"
+                f" {other['calls']} refreshed ({other['calls'] / cell['calls']:.0f}x); {ours:.0f} and {theirs:.0f} s"
+                f" ({1 - ours / theirs:.0%} less); sparsity {cell['sparsity']:.1%} and {other['sparsity']:.1%} at"
                 f" perplexity {cell['perplexity']:.2f} and {other['perplexity']:.2f}."
             )
     return "\n".join(f"- {line}" for line in said)
@@ -95,6 +95,11 @@ def probes(cell: Cell) -> list[dict[str, float]]:
     alone: those follow no probe."""
     names = [name for name, _ in cell["found"]]
     return [level for name, level in zip(names, cell["levels"], strict=True) if name.startswith("level ")]
+
+
+def seconds(level: dict[str, float]) -> float:
+    """What a level took; older records, all of CPUs, have it under another name."""
+    return level["seconds"] if "seconds" in level else level["cpu_seconds"]
 
 
 def source(records: Sequence[Record]) -> str:

@@ -251,7 +251,7 @@ def rivals_tables(record: Record) -> list[str]:
 def procedure_part(table: Callable[[list[Record]], str]) -> str:
     """A table of the newest record of every run of GradProbe's procedure."""
     themes = {path.stem.partition("_")[0] for path in results_folder().glob("procedure-*.json")}
-    found = [record for theme in sorted(themes) if (record := newest(theme, CPU))]
+    found = [record for kind in (CPU, GPU) for theme in sorted(themes) if (record := newest(theme, kind))]
     return table(found) if found else NOT_YET
 
 
