@@ -36,7 +36,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # inputs are staged less often.
 CUDA_SETTINGS: tuple[Setting, ...] = (
     (CUDA, 1024, 1, 2, 1), (CUDA, 1024, 1, 1, 1), (CUDA, 512, 1, 2, 1), (CUDA, 512, 2, 1, 1),
-    (CUDA, 1024, 1, 2, 8), (CUDA, 1024, 1, 1, 8), (CUDA, 512, 2, 1, 8),
+    (CUDA, 1024, 1, 2, 16), (CUDA, 1024, 1, 1, 16), (CUDA, 512, 2, 1, 16),
 )  # fmt: skip
 TRITON_SETTINGS: tuple[Setting, ...] = ((TRITON, 8, 4, 2, 1), (TRITON, 16, 8, 2, 1), (TRITON, 4, 4, 2, 1))
 COPIES = 16  # of streams that tuning goes round at most

@@ -9,6 +9,9 @@
 //
 // Compiled with: X, V (types of inputs and values), BITS, CELL, INPUTS (at a time), THREADS, DEPTH (groups that a thread
 // reads ahead), COPIES (of the inputs in shared memory), SCALED, BIASED.
+//
+// On average 3.5 of a warp's threads meet in one bank when they read inputs at random columns. With copies, a thread reads
+// that of its number modulo COPIES: 3.0 threads meet with 8 copies, 2 with 16.
 
 #define FP32 0
 #define BF16 1
@@ -73,6 +76,7 @@ __device__ __forceinline__ void allow_launch_after() {
 #define STEP (CELL ? CELL_COLUMNS * ENTRIES / (CELL ? CELL : 1) : 1) // columns of a group of cells
 #define VALUE_WORDS (V == FP32 ? 16 : V == INT8 ? 4 : 8)
 #define INDEX_WORDS (BITS / 2)
+#define HALVED (COPIES > 1 && INPUTS == 1 && X != FP32) // a word has inputs of two columns, which lie `padded` apart
 #define ONE (INPUTS == 1 || X != FP32 && INPUTS == 2 ? 4 : 8) // bytes of the inputs of a column
 #define UNIT (COPIES * ONE) // bytes of a column in shared memory
 
@@ -172,7 +176,9 @@ __device__ __forceinline__ void read_ahead(Group *ahead, const Planes &planes, i
 
 // The inputs of one column, or two of them, from shared memory.
 __device__ __forceinline__ void inputs_at(u32 place, float *x) {
-    if (INPUTS == 1) {
+    if (HALVED) {
+        x[0] = from_half(*(const u16 *)(memory + place), 0, X);
+    } else if (INPUTS == 1) {
         x[0] = *(const float *)(memory + place);
     } else if (X == FP32) {
         float2 both = *(const float2 *)(memory + place);
@@ -220,9 +226,12 @@ __device__ __forceinline__ u32 bits_of(const void *x, int number, int column, in
     return X == FP32 ? ((const u32 *)x)[place] : ((const u16 *)x)[place];
 }
 
-// A word of those that a column has in shared memory: an input in fp32, or two of 16 bits.
-__device__ __forceinline__ u32 word_of(const void *x, int word, int column, int columns, int live) {
+// A word of those at a place in shared memory: an input in fp32, two inputs of 16 bits, or one of two columns.
+__device__ __forceinline__ u32 word_of(const void *x, int word, int place, int columns, int padded, int live) {
+    int column = staged_at(place);
     if (X == FP32) return bits_of(x, word, column, columns, live);
+    if (HALVED)
+        return bits_of(x, 0, column, columns, live) | bits_of(x, 0, staged_at(place + padded), columns, live) << 16;
     if (INPUTS == 1) return __float_as_uint(from_half(bits_of(x, 0, column, columns, live), 0, X));
     return bits_of(x, 2 * word, column, columns, live) | bits_of(x, 2 * word + 1, column, columns, live) << 16;
 }
@@ -236,8 +245,8 @@ __device__ void stage(const void *x, int columns, int padded, int live) {
         u32 made[4];
 #pragma unroll
         for (int word = 0; word < 4; word++) {
-            int column = staged_at(piece / pieces * wide + 4 * word / (16 / wide));
-            made[word] = word_of(x, word % (ONE / 4), column, columns, live);
+            int place = piece / pieces * wide + 4 * word / (16 / wide);
+            made[word] = word_of(x, word % (ONE / 4), place, columns, padded, live);
         }
         ((uint4 *)memory)[piece] = {made[0], made[1], made[2], made[3]};
     }
@@ -294,24 +303,25 @@ __device__ __forceinline__ void read_rows(int *first, const i64 *starts, int seg
 
 // Partial sums of all groups from begin to end, by all threads; `ahead` holds the first ones.
 __device__ __forceinline__ void sum_groups(
-    Group *ahead, const Planes &planes, float *part, int begin, int end, int in_row, int most_groups
+    Group *ahead, const Planes &planes, float *part, int begin, int end, int padded, int in_row, int most_groups
 ) {
     int group = begin + threadIdx.x, number = CELL ? group % in_row : 0, step = CELL ? THREADS % in_row : 0;
-    u32 copy = threadIdx.x % COPIES * ONE; // fewer threads share a copy, so fewer of them meet in one bank
+    u32 copy = threadIdx.x % COPIES * ONE;
     while (group < end) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             if (group >= end) break;
             Group now = ahead[d];
             if (group + DEPTH * THREADS < end) ahead[d] = read_group(planes, group + DEPTH * THREADS);
+            int column = CELL ? number * STEP : now.base;
+            bool upper = HALVED && column >= padded;
+            if (upper) column -= padded;
+            now.base = UNIT * (CELL ? column ^ mixed(number) & 16 : column) + copy + 2 * upper;
             if (CELL) {
-                now.base = UNIT * (number * STEP ^ mixed(number) & 16) + copy;
 #pragma unroll
                 for (int i = 0; i < INDEX_WORDS; i++) now.index[i] ^= 0x11111111u * (mixed(number) & 15);
                 number += step;
                 number -= number >= in_row ? in_row : 0;
-            } else {
-                now.base = UNIT * now.base + copy;
             }
             float sum[INPUTS];
             multiply(now, sum);
@@ -381,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
     else stage(x, columns, padded, live);
     __syncthreads();
     while (true) {
-        sum_groups(ahead, planes, part, begin.y, end.y, in_row, most_groups);
+        sum_groups(ahead, planes, part, begin.y, end.y, padded, in_row, most_groups);
         int2 next = end;
         bool more = upto < last;
         if (more) { // loads are under way while rows are finished

@@ -61,9 +61,18 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def _staged_columns(form: Form, inputs: int, dtype: torch.dtype, copies: int) -> int:
+    """Places of columns in shared memory. Copies of one input of 16 bits put two columns of a row's halves into one; a
+    group of entries never lies in both halves."""
+    if copies == 1 or inputs > 1 or dtype.itemsize != 2:
+        return _padded(form)
+    step = _step(form) if form.cell else form.width
+    return -(-form.columns // (2 * step)) * step
+
+
 def _staged_bytes(form: Form, inputs: int, dtype: torch.dtype, copies: int) -> int:
-    """Shared memory of inputs; one alone is kept in fp32."""
-    return _padded(form) * copies * (4 if inputs == 1 else inputs * dtype.itemsize)
+    """Shared memory of inputs; one alone takes 4 bytes."""
+    return _staged_columns(form, inputs, dtype, copies) * copies * (4 if inputs == 1 else inputs * dtype.itemsize)
 
 
 def _share_bytes(form: Form, inputs: int) -> int:
@@ -140,9 +149,10 @@ def linear(
     blocks = min(form.warps * processors(x.device), count)
     taken = _shares_at_a_time(-(-count // blocks), shares_with_room(form, together, x.dtype, x.device, copies))
     aligned = x.data_ptr() % 16 == 0 and form.columns % 8 == 0
+    staged = _staged_columns(form, together, x.dtype, copies)
     arguments = (
         x, *_four(values), *_four(indices), bases, starts, shares, scale, None if bias is None else bias.detach(), out,
-        form.rows, form.columns, _padded(form), form.segments, inputs, count, taken, -(-form.columns // _step(form)),
+        form.rows, form.columns, staged, form.segments, inputs, count, taken, -(-form.columns // _step(form)),
         int(aligned), taken * form.share, taken * form.share_rows,
     )  # fmt: skip
     grid, shared = (blocks, -(-inputs // together)), shared_bytes(form, together, x.dtype, taken, copies)
