@@ -171,17 +171,23 @@ def _narrow_ranges(
 
 @triton.jit
 def _ones_in(bits):
-    """Population count of 16 bits."""
-    bits = bits - ((bits >> 1) & 0x5555)
-    bits = (bits & 0x3333) + ((bits >> 2) & 0x3333)
-    bits = (bits + (bits >> 4)) & 0x0F0F
-    return (bits + (bits >> 8)) & 0x1F
+    """Population counts of the lower and the upper 16 bits, again in these halves."""
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    return (bits + (bits >> 8)) & 0x001F001F
 
 
 @triton.jit
-def _in_words(values, lane):
-    """Pack the flags of a tile, 16 weights per word; values hold one flag in bit 0 and may hold another in bit 16."""
-    return tl.sum(tl.reshape(values << (lane & 15), (TILE // RUN, RUN)), axis=1)
+def _flag(lane):
+    """The bit of a weight in its word of 16 weights."""
+    return 1 << (lane & 15)
+
+
+@triton.jit
+def _in_words(flags):
+    """Join the flags of a tile to words of 16 weights; a flag may have a second one 16 bits above it."""
+    return tl.sum(tl.reshape(flags, (TILE // RUN, RUN)), axis=1)
 
 
 @triton.jit
@@ -274,8 +280,9 @@ def _sweep(
     # reduction; what is dead or past the end is taken away from words of sixteen, not from each weight.
     alive = _words_alive(row, start, left, KIND)
     if KIND == BOOL:
-        alive = alive & _in_words(read(tl.load(row + ALIVE), start, lane, valid, tl.int8, ALIGNED).to(tl.int32), lane)
-    both = _in_words(tl.where(score < low, 0, 1) + tl.where(score > high, 0, 1 << 16), lane)
+        living = read(tl.load(row + ALIVE), start, lane, valid, tl.int8, ALIGNED)
+        alive = alive & _in_words(tl.where(living != 0, _flag(lane), 0))
+    both = _in_words(tl.where(score < low, 0, _flag(lane)) | tl.where(score > high, 0, _flag(lane) << 16))
     stay = both & alive
     inside = (both >> 16) & stay
     kept = score < low
@@ -283,9 +290,9 @@ def _sweep(
         kept = alive_at(row, start, lane, valid, KIND, ALIGNED) & ((score < low) == 0)
     _write_mask(row, start, lane, kept, stay, left, STORED, ALIGNED)
     if CAREFUL:
-        nan = _in_words(tl.where(score != score, 1, 0), lane) & alive
+        nan = _in_words(tl.where(score != score, _flag(lane), 0)) & alive
         tl.atomic_add(spoiled + owner, tl.sum(_ones_in(nan)).to(tl.int64), sem="relaxed")
-    counts = tl.sum((_ones_in(alive) - _ones_in(stay)) | (_ones_in(inside) << 16))
+    counts = tl.sum(_ones_in((alive ^ stay) | (inside << 16)))
     counted = tl.load(row + COUNTED)
     count = counters + group * COUNTERS
     found = counts >> 16
@@ -327,7 +334,7 @@ def _prune_many_ties(
         same = alive & (score == cut)
         rank = earlier + tl.cumsum(same.to(tl.int32), 0)
         kept = (alive & (score > cut)) | (same & (rank > quota))
-        _write_mask(row, start, lane, kept, _in_words(kept.to(tl.int32), lane), left, STORED, ALIGNED)
+        _write_mask(row, start, lane, kept, _in_words(tl.where(kept, _flag(lane), 0)), left, STORED, ALIGNED)
 
 
 TIE_CHUNK: tl.constexpr = tl.constexpr(64)  # ties that a program compares its own with at a time
