@@ -186,8 +186,13 @@ def _flag(lane):
 
 @triton.jit
 def _in_words(flags):
-    """Join the flags of a tile to words of 16 weights; a flag may have a second one 16 bits above it."""
-    return tl.sum(tl.reshape(flags, (TILE // RUN, RUN)), axis=1)
+    """Join the flags of a tile to words of 16 weights; a flag may have a second one 16 bits above it.
+
+    The sum leaves each word in four threads, and Triton would do all that follows four times. A scan along an axis of
+    one changes nothing but that: Triton spreads its operand first.
+    """
+    words = tl.sum(tl.reshape(flags, (TILE // RUN, RUN)), axis=1)
+    return tl.reshape(tl.cumsum(tl.reshape(words, (TILE // RUN, 1)), 1), (TILE // RUN,))
 
 
 @triton.jit
@@ -252,7 +257,7 @@ def _note(count, tile, inside, begin, capacity, words):
     slot = tl.atomic_add(count + WORDS, wanted.to(tl.int64), sem="relaxed")
     where = begin + slot + tl.cumsum(some, 0) - 1
     word = ((tile * (TILE // RUN) + tl.arange(0, TILE // RUN)) << 16) | inside
-    tl.store(words + where, word, mask=(inside != 0) & (where < begin + capacity))
+    tl.store(words + where, word, mask=(some != 0) & (where < begin + capacity))
     return slot + wanted > capacity
 
 
