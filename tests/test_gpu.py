@@ -61,8 +61,8 @@ def test_the_fast_root_loses_no_subnormal(score: str, ops: Any, small: None) -> 
 def test_millions_of_weights(dtype: torch.dtype, packed: bool, ops: Any) -> None:
     for score in ("bitter7", "magnitude", "variance"):
         for share in (0.01, 0.5, 0.97):
-            pieces = cases.pieces_for(score, GPU, (3_000_000, 1_000_001, 5), dtype, dtype)
-            cases.check_selection(ops, pieces, share, packed)
+            for sizes in ((3_000_000, 1_000_001, 5), (1 << 21, 1 << 12)):
+                cases.check_selection(ops, cases.pieces_for(score, GPU, sizes, dtype, dtype), share, packed)
 
 
 def test_every_kernel_and_its_twin_on_the_gpu(small: None) -> None:

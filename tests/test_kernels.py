@@ -20,7 +20,7 @@ from secateur import kernels
 from secateur.errors import ScoreError
 from secateur.kernels import reference, select
 from secateur.kernels.reference import AdamWTensors, Hyper
-from secateur.kernels.table import plan_for
+from secateur.kernels.table import BITS, BOOL, EVEN, TILE, WHOLE, MaskMemory, Table, plan_for
 from secateur.scores import resolve
 from secateur.selection import Target, choose
 from secateur.selection.exact import ALONE
@@ -100,6 +100,18 @@ def test_every_fused_score(score: str, ops: Any, small: None) -> None:
         "prune_ties",
         "population",
     }
+
+
+@pytest.mark.parametrize("alive", [None, "bool", "bits"])
+@pytest.mark.parametrize("change", [cases.extremes, cases.ties])
+def test_tensors_of_whole_tiles(alive: str | None, change: Any, ops: Any, small: None) -> None:
+    """Loads without masks, also where a tensor of another size shares the selection and the launch."""
+    for sizes in ((TILE, 2 * TILE), (TILE, 48)):
+        for packed in (False, True):
+            pieces = cases.pieces_for("variance", CPU, sizes, alive=alive, change=change)
+            table = Table(pieces, [0, 0], MaskMemory(sizes, BITS if packed else BOOL, CPU), [0, 1])
+            assert {launch.variant.aligned for launch in table.launches} == {WHOLE if sizes[1] > TILE else EVEN}
+            cases.check_selection(ops, pieces, 0.37, packed)
 
 
 @pytest.mark.parametrize("weight", cases.DTYPES)

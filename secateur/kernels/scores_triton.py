@@ -59,6 +59,7 @@ RANK = tl.constexpr(table.RANK)
 RUN = tl.constexpr(table.RUN)
 SHIFT = tl.constexpr(table.SHIFT)
 SLOTS = tl.constexpr(table.SLOTS)
+WHOLE = tl.constexpr(table.WHOLE)
 WORDS = tl.constexpr(table.WORDS)
 
 

@@ -40,6 +40,7 @@ from secateur.kernels.scores_triton import (
     TIES_PER_PROGRAM,
     TILE,
     TOO_MANY_TIES,
+    WHOLE,
     WORDS,
     alive_at,
     key_of,
@@ -232,9 +233,11 @@ def _tile(rows, owners, tiles, first, LISTS: tl.constexpr, ALIGNED: tl.constexpr
     owner = tl.load(owners + tile).to(tl.int64)
     row = rows + owner * COLUMNS
     start = (tile - tl.load(row + FIRST)) * TILE
-    left = tl.minimum(tl.load(row + NUMEL) - start, TILE).to(tl.int32)
-    if ALIGNED:
-        left = tl.multiple_of(left, 16)
+    left = TILE
+    if ALIGNED != WHOLE:
+        left = tl.minimum(tl.load(row + NUMEL) - start, TILE).to(tl.int32)
+        if ALIGNED:
+            left = tl.multiple_of(left, 16)
     return tile, owner, row, start, left
 
 

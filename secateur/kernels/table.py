@@ -45,6 +45,9 @@ RUN = 16  # neighbours that are sampled together, and weights in one collected w
 # Columns of a table's rows, one row per tensor; all int64.
 FACT0, FACT1, FACT2, ALIVE, MASK, NUMEL, FIRST, GROUP, COUNTED, DIVISOR, MODULUS, LAUNCH = range(12)
 COLUMNS = 12
+# How the tensors of a launch are aligned. EVEN: addresses and sizes are multiples of 16, so loads can be vectorized;
+# WHOLE: sizes are also multiples of TILE, so no load needs a mask.
+ODD, EVEN, WHOLE = range(3)
 NOTHING, BOOL, BITS = range(3)  # how a mask is stored: no mask, a byte per weight, a bit per weight
 
 DIGIT = 13  # bits of a key that one histogram resolves
@@ -149,7 +152,7 @@ class KernelVariant(NamedTuple):
     plan: Plan
     dtypes: tuple[torch.dtype, ...]
     alive: int  # how the mask of competing weights is stored
-    aligned: bool  # all addresses and sizes are multiples of 16, so loads can be vectorized
+    aligned: int  # ODD, EVEN or WHOLE
 
 
 @dataclass(frozen=True)
@@ -256,12 +259,12 @@ class Table:
         address = 0 if alive is None else alive.data_ptr()
         row = (address, mask, numel, self.first[number], self.groups[number], self.counted[number])
         if fused is None:
-            aligned = (address | mask | numel) & 15 == 0
-            return (GIVEN_PLAN, NO_TYPES, mask_kind(alive), aligned, number), (0, 0, 0, *row, 1, 1)
+            even = (address | mask | numel) & 15 == 0
+            return (GIVEN_PLAN, NO_TYPES, mask_kind(alive), even, number), (0, 0, 0, *row, 1, 1)
         plan, facts, _, broadcast = fused
         found = [fact.data_ptr() for fact in facts]
-        aligned = (address | mask | numel | found[0] | found[-1] | found[len(found) // 2]) & 15 == 0
-        key = plan, tuple([fact.dtype for fact in facts]), mask_kind(alive), aligned, -1
+        even = (address | mask | numel | found[0] | found[-1] | found[len(found) // 2]) & 15 == 0
+        key = plan, tuple([fact.dtype for fact in facts]), mask_kind(alive), even, -1
         return key, (*found, *(0, 0, 0)[len(found) :], *row, *broadcast)
 
 
@@ -289,7 +292,9 @@ def _device_rows(entries: tuple[Entry, ...], device: torch.device) -> DeviceRows
 
 
 def _launch(place: int, key: Any, members: list[int], entries: tuple[Entry, ...], device: torch.device) -> Launch:
-    plan, types, alive, aligned, alone = key
+    plan, types, alive, even, alone = key
+    whole = even and all(entries[number][1][NUMEL] % TILE == 0 for number in members)
+    aligned = WHOLE if whole else EVEN if even else ODD
     variant = KernelVariant(plan, (*types, torch.float32, torch.float32)[:3], alive, aligned)
     tensor = None if alone < 0 else alone
     starts = [entries[number][1][FIRST] for number in members]
