@@ -253,15 +253,13 @@ def _list(count, tile, lane, middle, found, score, begin, capacity, positions, k
 
 
 @triton.jit
-def _note(count, tile, inside, begin, capacity, words):
+def _note(count, tile, inside, some, found, begin, capacity, words):
     """Collect words of 16 weights with any inside: 16 times fewer stores. True if the buffer is full."""
-    some = (inside != 0).to(tl.int32)
-    wanted = tl.sum(some)
-    slot = tl.atomic_add(count + WORDS, wanted.to(tl.int64), sem="relaxed")
+    slot = tl.atomic_add(count + WORDS, found.to(tl.int64), sem="relaxed")
     where = begin + slot + tl.cumsum(some, 0) - 1
     word = ((tile * (TILE // RUN) + tl.arange(0, TILE // RUN)) << 16) | inside
     tl.store(words + where, word, mask=(some != 0) & (where < begin + capacity))
-    return slot + wanted > capacity
+    return slot + found > capacity
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -300,7 +298,11 @@ def _sweep(
     if CAREFUL:
         nan = _in_words(tl.where(score != score, _flag(lane), 0)) & alive
         tl.atomic_add(spoiled + owner, tl.sum(_ones_in(nan)).to(tl.int64), sem="relaxed")
-    counts = tl.sum(_ones_in((alive ^ stay) | (inside << 16)))
+    some = (inside != 0).to(tl.int32)
+    if CAREFUL or FORMULA == GIVEN:
+        counts = tl.sum(_ones_in((alive ^ stay) | (inside << 16)))
+    else:  # words with any inside are counted, since words are what is collected
+        counts = tl.sum(_ones_in(alive ^ stay) | (some << 16))
     counted = tl.load(row + COUNTED)
     count = counters + group * COUNTERS
     found = counts >> 16
@@ -315,7 +317,7 @@ def _sweep(
             middle = ((score < low) == 0) & ((score > high) == 0) & alive_at(row, start, lane, valid, KIND, ALIGNED)
             over = _list(count, tile, lane, middle, found, score, begin, room, positions, keys)
         else:
-            over = _note(count, tile, inside, begin, room, words)
+            over = _note(count, tile, inside, some, found, begin, room, words)
         if over:
             tl.store(count + OVER, tl.full((), 1, tl.int64))
 
