@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 import uuid
@@ -27,6 +28,7 @@ Place = str | os.PathLike[str]
 
 STALE = 3600  # seconds after which an unfinished temporary text file counts as abandoned
 PAGE = 4 << 20  # bytes to allow for a page, a table or a record
+FLUSHING = os.O_RDWR if sys.platform == "win32" else os.O_RDONLY  # Windows flushes only what is open for writing
 
 
 def write(path: Place, text: str) -> None:
@@ -238,7 +240,7 @@ def _sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk. Not all systems can do it for folders."""
     handle = None
     with suppress(PermissionError, IsADirectoryError):
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, FLUSHING)
     if handle is None:
         return
     try:
