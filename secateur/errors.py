@@ -10,7 +10,8 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-HF_EXTRA = '"secateur[hf]"'  # what pip installs for everything of Hugging Face
+# What pip installs for everything of Hugging Face, for experiments and for the demo; quoted for any shell.
+HF_EXTRA, LAB_EXTRA, DEMO_EXTRA = '"secateur[hf]"', '"secateur[lab]"', '"secateur[demo]"'
 
 
 class SecateurError(ValueError):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.bench.measuring import synchronize
-from secateur.errors import FactError, SecateurError, library
+from secateur.errors import HF_EXTRA, FactError, SecateurError, library
 from secateur.lab import record
 from secateur.lab.monitor import Monitor
 from secateur.model.prunable import find_prunable
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
 
 def build(shape: dict[str, int], device: torch.device, seed: int = 0) -> nn.Module:
     """A model of this shape with random weights in bf16, made on the device."""
-    transformers = library("transformers", "secateur bench probe", '"secateur[hf]"')
+    transformers = library("transformers", "secateur bench probe", HF_EXTRA)
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)

@@ -29,7 +29,7 @@ from secateur.cli.options import (
 )
 from secateur.cli.prune import RECOMMENDED, Verdict, read_recipe
 from secateur.cli.train import TRACKERS
-from secateur.errors import ModelError, SecateurError, library
+from secateur.errors import HF_EXTRA, ModelError, SecateurError, library
 from secateur.files import check_folder, claimed
 from secateur.schedules import check_sparsity
 
@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
     for text in filter(None, (options.data, options.eval_data)):
         check_source(text)
     for name in ("transformers", "accelerate"):
-        library(name, "Fine-tuning", '"secateur[hf]"')
+        library(name, "Fine-tuning", HF_EXTRA)
     if options.lora:
         library("peft", "--lora", '"secateur[peft]"')
     from secateur.integrations.folder import check_free, check_model

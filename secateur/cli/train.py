@@ -22,7 +22,7 @@ from secateur.cli.options import (
     seconds,
     training_on_cpu,
 )
-from secateur.errors import SecateurError, library
+from secateur.errors import LAB_EXTRA, SecateurError, library
 from secateur.files import check_room, write
 from secateur.settings import parse
 
@@ -94,7 +94,7 @@ def _train(experiment: Experiment, on_cpu: bool, options: argparse.Namespace) ->
     from secateur.lab.checkpoint import RunFolder, check_place
     from secateur.lab.page import render_run
     from secateur.lab.run import run
-    from secateur.lab.trainer import EXTRA, Execution, ShowProgress, Trainer
+    from secateur.lab.trainer import Execution, ShowProgress, Trainer
 
     path = options.out or Path("runs") / name_of(experiment)
     check_place(path)
@@ -114,7 +114,7 @@ def _train(experiment: Experiment, on_cpu: bool, options: argparse.Namespace) ->
     if first and not folder.finished:
         print(f"Stopped after {summary['steps']} of {summary['asked_steps']} steps; the same command continues.")
     elif first:
-        library("matplotlib", "The page of a run", EXTRA)
+        library("matplotlib", "The page of a run", LAB_EXTRA)
         write(path / "report.html", render_run(path, name_of(experiment), summary))
         print(finished_line(experiment, summary, path))
     return 0

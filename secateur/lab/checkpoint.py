@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import SaveError, SecateurError, StateError, library
+from secateur.errors import LAB_EXTRA, SaveError, SecateurError, StateError, library
 from secateur.files import check_folder, clear, locked, read_json, write
 from secateur.lab.config import Experiment
 from secateur.lab.runs import CONFIG, METRICS, SUMMARY, measure_of, read_run
@@ -32,7 +32,6 @@ from secateur.pruner import Pruner
 FORMAT = 1
 STATE = "state.json"
 CHECKPOINT, BEST = FOLDERS = ("checkpoint", "best")  # hold tensors
-EXTRA = '"secateur[lab]"'
 PICKLES = (".bin", ".ckpt", ".distcp", ".pickle", ".pkl", ".pt", ".pth")
 KINDS = {"step": int, "seconds": float, "best": float, "processes": int, "noted": int, "gradients": list}
 KINDS |= {"scale": float, "growth": int}
@@ -100,19 +99,19 @@ class Checkpoint:
         return self.folder / f"{name}-{self._owner if rank is None else rank}.safetensors"
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], rank: int | None = None) -> None:
-        files = library("safetensors.torch", "Saving checkpoints", EXTRA)
+        files = library("safetensors.torch", "Saving checkpoints", LAB_EXTRA)
         plain = {key: _compact(local(tensor.detach()).cpu().contiguous()) for key, tensor in tensors.items()}
         try:
             files.save_file(plain, self._path(name, rank))
-        except (OSError, library("safetensors", "Saving checkpoints", EXTRA).SafetensorError) as error:
+        except (OSError, library("safetensors", "Saving checkpoints", LAB_EXTRA).SafetensorError) as error:
             raise SaveError(f"{self._path(name, rank)} cannot be written ({error}).") from error
 
     def _read(self, name: str, rank: int | None = None) -> dict[str, Tensor]:
-        files = library("safetensors.torch", "Reading checkpoints", EXTRA)
+        files = library("safetensors.torch", "Reading checkpoints", LAB_EXTRA)
         try:
             found: dict[str, Tensor] = files.load_file(self._path(name, rank))
             return found
-        except (OSError, library("safetensors", "Reading checkpoints", EXTRA).SafetensorError) as error:
+        except (OSError, library("safetensors", "Reading checkpoints", LAB_EXTRA).SafetensorError) as error:
             raise damaged(self._path(name, rank), str(error)) from error
 
     @contextmanager
@@ -167,7 +166,7 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
 
 def check_tensors(path: Path) -> None:
     """Raise if a safetensors file is missing, truncated or not one; reads only its header."""
-    library("safetensors", "Reading weights", EXTRA)
+    library("safetensors", "Reading weights", LAB_EXTRA)
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from secateur.errors import library
+from secateur.errors import DEMO_EXTRA, library
 from secateur.lab.monitor import CpuLoad, gradient_lines
 from secateur.lab.runs import METRICS
 from secateur.report import heat_map, html_page, html_table
 
-EXTRA = "'secateur[demo]'"
 WIDTH = 4.3  # inches of a figure whose labels stay legible on a phone, where it is scaled down least
 LEGEND_LETTERS = 60  # that fit beside each other below a figure
 COLUMN = "display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min({}px,100%),1fr))"  # least width
@@ -33,8 +32,8 @@ Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
 def figure(draw: Draw, *, width: float = 6.0, height: float = 3.4) -> str:
     """An SVG of what `draw(axes)` draws, without the XML header that HTML does not allow."""
-    matplotlib = library("matplotlib", "The page", EXTRA)
-    canvas = library("matplotlib.figure", "The page", EXTRA).Figure(figsize=(width, height), layout="constrained")
+    matplotlib = library("matplotlib", "The page", DEMO_EXTRA)
+    canvas = library("matplotlib.figure", "The page", DEMO_EXTRA).Figure(figsize=(width, height), layout="constrained")
     axes = canvas.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secateur.errors import SecateurError, library
+from secateur.errors import LAB_EXTRA, SecateurError, library
 from secateur.files import PAGE, appearing
 from secateur.lab.checkpoint import CHECKPOINT, Checkpoint, Progress, RunFolder
 from secateur.lab.config import OPTIMIZERS, Experiment, read_experiment, without_idle
@@ -30,8 +30,6 @@ from secateur.model.held import rounding
 from secateur.model.prunable import find_prunable, unfit_for
 from secateur.progress import ProgressBar
 from secateur.selection.tiles import parse_pattern
-
-EXTRA = '"secateur[lab]"'
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Trainer:
         data: Tokens | Images | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        accelerate = library("accelerate", "Training", EXTRA)
+        accelerate = library("accelerate", "Training", LAB_EXTRA)
         self.experiment, self.execution = experiment, execution
         self.callbacks = list(callbacks)
         self.data = load(experiment.data) if data is None else data
@@ -289,7 +287,7 @@ class Trainer:
 
     def save(self, folder: RunFolder) -> None:
         """Replace the checkpoint atomically."""
-        utils = library("accelerate.utils", "Training", EXTRA)
+        utils = library("accelerate.utils", "Training", LAB_EXTRA)
         if self.scaler is not None:
             state = self.scaler.state_dict()
             self.progress.scale, self.progress.growth = state["scale"], state["_growth_tracker"]
@@ -447,7 +445,7 @@ def _depth(experiment: Experiment, data: Tokens | Images, cpu: bool) -> tuple[in
     weights = 12 * layers * width**2 + (data.vocabulary + experiment.context) * width
     needed = 4 * weights * (2 + OPTIMIZERS[experiment.optimizer].states)  # weights, gradients, state of the optimizer
     if cpu or not torch.cuda.is_available():
-        free = library("psutil", "Measuring the memory", EXTRA).virtual_memory().available
+        free = library("psutil", "Measuring the memory", LAB_EXTRA).virtual_memory().available
     else:
         free = torch.cuda.mem_get_info()[0]
     if 2 * needed <= free:
