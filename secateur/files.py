@@ -172,15 +172,15 @@ def check_folder(folder: Place, needed: int = 0, *, replaced: bool = True) -> No
     check_room(folder, needed)
 
 
-def check_file(path: Place, needed: int = PAGE) -> None:
-    """Check before long work that a file can be written and the disk has `needed` bytes."""
+def check_file(path: Place) -> None:
+    """Check before long work that a file can be written and the disk has room for a page."""
     path = Path(path)
     if not path.resolve().parent.is_dir():
         raise SaveError(f"There is no folder {path.resolve().parent} to write {path.name} into.")
     if path.exists() and not path.is_file():
         raise SaveError(f"{path} exists and is not a file. Name a file.")
     _check_writable(path.parent)
-    check_room(path, needed)
+    check_room(path, PAGE)
 
 
 def check_room(path: Place, needed: int) -> None:

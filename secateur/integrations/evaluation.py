@@ -221,13 +221,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def lm_eval(
-    model: nn.Module, tokenizer: Any, tasks: Sequence[str], limit: int | None = None, batch: int = 1
-) -> dict[str, float]:
+def lm_eval(model: nn.Module, tokenizer: Any, tasks: Sequence[str], limit: int | None = None) -> dict[str, float]:
     """Results of tasks of EleutherAI's harness as {"task metric": value}, on the first `limit` questions of each."""
     harness = library("lm_eval", "Running tasks", "lm_eval")
     wrapped = library("lm_eval.models.huggingface", "Running tasks", "lm_eval").HFLM(
-        pretrained=model, tokenizer=tokenizer, batch_size=batch
+        pretrained=model, tokenizer=tokenizer, batch_size=1
     )
     with _evaluating(model):
         found = harness.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, log_samples=False)

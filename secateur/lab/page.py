@@ -51,8 +51,8 @@ def legend_columns(labels: Sequence[str], letters: int) -> int:
     return min(len(labels), max(1, letters // (max(map(len, labels)) + 6)))
 
 
-def layer_bars(names: Sequence[str], groups: Sequence[Bars], height: float, whole: float | None = None) -> str:
-    """A group of bars for every layer, and a dotted line at the sparsity of the whole model."""
+def layer_bars(names: Sequence[str], groups: Sequence[Bars], height: float) -> str:
+    """A group of bars for every layer."""
 
     def draw(axes: Any) -> None:
         thick = 0.8 / len(groups)
@@ -60,8 +60,6 @@ def layer_bars(names: Sequence[str], groups: Sequence[Bars], height: float, whol
             places = [place + number * thick - 0.4 + thick / 2 for place in range(len(names))]
             axes.barh(places, values, thick, color=colour, label=label)
         axes.set(yticks=range(len(names)), yticklabels=names, xlim=(0, 1), xlabel="fraction of weights pruned")
-        if whole is not None:
-            axes.axvline(whole, color="#111827", linewidth=0.8, linestyle=":")
         axes.set_ylim(len(names) - 0.5, -0.5)  # the first layer on top
         axes.grid(visible=False)
         columns = legend_columns([label for label, _, _ in groups], 52)
@@ -70,11 +68,10 @@ def layer_bars(names: Sequence[str], groups: Sequence[Bars], height: float, whol
     return figure(draw, height=height)
 
 
-def block(title: str, text: str, content: str, *, tall: bool = False) -> str:
-    """A figure with its heading and a sentence; `content` is HTML. A tall one takes the whole width of the page."""
-    place = ' class="full"' if tall else ""
+def block(title: str, text: str, content: str) -> str:
+    """A figure with its heading and a sentence; `content` is HTML."""
     said = f"<p>{html.escape(text)}</p>" if text else ""
-    return f"<figure{place}><h2>{html.escape(title)}</h2>{said}{content}</figure>"
+    return f"<figure><h2>{html.escape(title)}</h2>{said}{content}</figure>"
 
 
 def warning_box(text: str | None) -> str:
