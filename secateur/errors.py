@@ -85,6 +85,11 @@ def library(name: str, what: str, install: str) -> Any:
         raise SecateurError(f"{what} needs {package}: pip install {install}.") from missing
 
 
+def one_line(error: BaseException) -> str:
+    """The message of an error without line breaks, or its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint at the known word closest to this one; empty if none is close."""
     found = difflib.get_close_matches(word, known, n=1)

@@ -67,8 +67,6 @@ def appearing(folder: Place) -> Iterator[Path]:
         try:
             partial.mkdir()
             yield partial
-            for path in [*partial.rglob("*"), partial]:
-                _sync(path)
             _put_in_place(partial, folder)
         except Exception as error:
             if not isinstance(error, OSError | SaveError) and type(error).__name__ != "SafetensorError":
@@ -89,8 +87,6 @@ def resuming(folder: Place) -> Iterator[Path]:
         try:
             partial.mkdir(exist_ok=True)
             yield partial
-            for path in [*partial.rglob("*"), partial]:
-                _sync(path)
             _put_in_place(partial, folder)
         except (OSError, SaveError) as error:
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
@@ -253,7 +249,9 @@ def _sync(path: Path) -> None:
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename `partial` to `folder`, moving an old folder aside first and back again if that fails."""
+    """Flush `partial` to disk and rename it to `folder`, moving an old folder aside first and back if that fails."""
+    for path in [*partial.rglob("*"), partial]:
+        _sync(path)
     if folder.exists():
         aside = folder.with_name(_hidden(folder) + ".old")  # a name that `clear` restores it from
         folder.rename(aside)

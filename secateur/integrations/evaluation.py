@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import HF_EXTRA, ModelError, SecateurError, library
+from secateur.errors import HF_EXTRA, ModelError, SecateurError, library, one_line
 from secateur.oneshot.batches import IGNORED, check_ids, device_of, is_out_of_memory, standard_loss, to_device
 
 TOKENS = "input_ids"
@@ -187,11 +187,6 @@ def _loss(model: nn.Module, answer: Any, tokens: Tensor) -> float:
         given = logits[:, start : start + wanted.shape[1]].float()
         total += nn.functional.cross_entropy(given.flatten(0, 1), wanted.flatten(), reduction="sum").item()
     return total
-
-
-def one_line(error: Exception) -> str:
-    """The message of an error without line breaks."""
-    return " ".join(str(error).split())
 
 
 @contextmanager

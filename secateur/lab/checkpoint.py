@@ -26,6 +26,7 @@ from secateur.lab.config import Experiment
 from secateur.lab.runs import CONFIG, METRICS, SUMMARY, measure_of, read_run
 from secateur.model.distributed import like, local, unwrap, whole
 from secateur.model.prunable import plain_name
+from secateur.model.transfer import compact
 from secateur.oneshot.batches import is_out_of_memory
 from secateur.pruner import Pruner
 
@@ -100,7 +101,7 @@ class Checkpoint:
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], rank: int | None = None) -> None:
         files = library("safetensors.torch", "Saving checkpoints", LAB_EXTRA)
-        plain = {key: _compact(local(tensor.detach()).cpu().contiguous()) for key, tensor in tensors.items()}
+        plain = {key: compact(local(tensor.detach()).cpu().contiguous()) for key, tensor in tensors.items()}
         try:
             files.save_file(plain, self._path(name, rank))
         except (OSError, library("safetensors", "Saving checkpoints", LAB_EXTRA).SafetensorError) as error:
@@ -174,11 +175,6 @@ def check_tensors(path: Path) -> None:
             pass
     except (OSError, SafetensorError) as error:
         raise damaged(path, str(error)) from error
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """The tensor, copied if it is a view of a larger storage, all of which would be saved."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from secateur.errors import SecateurError, library, nearest
+from secateur.errors import SecateurError, library, nearest, one_line
 from secateur.files import check_folder, check_room, write
 from secateur.lab.checkpoint import RunFolder, check_place
 from secateur.lab.compare import compare
@@ -314,7 +314,7 @@ class Outcomes:
 
 def reason(error: BaseException, folder: Path) -> str:
     """An error in one line. An unexpected one is written to the folder of its run with its traceback."""
-    line = " ".join(str(error).split()) or type(error).__name__
+    line = one_line(error)
     if isinstance(error, SecateurError | OSError):
         return line
     if folder.is_dir():

@@ -223,14 +223,14 @@ class WholeState:
     def state_dict(self) -> dict[str, Tensor]:
         """The Pruner's state, the same plain CPU tensors on every rank; all ranks must call it."""
         state = {name: whole(tensor).cpu().contiguous() for name, tensor in self._pruner.state_dict().items()}
-        return {name: _compact(tensor) for name, tensor in state.items()}
+        return {name: compact(tensor) for name, tensor in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Load such a state at any world size; see `Pruner.load_state_dict`."""
         self._pruner.load_state_dict(state, strict)
 
 
-def _compact(tensor: Tensor) -> Tensor:
+def compact(tensor: Tensor) -> Tensor:
     """The tensor, copied if it is part of a larger storage, which would be saved with it."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
