@@ -14,7 +14,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from secateur.cli.options import MODELS, TEXTS, add_device, add_out, add_sparsity, import_torch, pick_device, positive
+from secateur.cli.options import (
+    MODELS,
+    TEXTS,
+    add_device,
+    add_out,
+    add_sparsity,
+    check_other,
+    import_torch,
+    pick_device,
+    positive,
+)
 from secateur.errors import SaveError, SecateurError, TextError, nearest
 from secateur.files import check_folder, check_room, claimed
 from secateur.schedules import check_sparsity
@@ -146,8 +156,7 @@ def run_job(options: argparse.Namespace, work: Work, decides: bool = False) -> i
     folder = options.out or Path(f"pruned-{Path(options.model).name}")
     with claimed(folder):
         check_free(folder, options.overwrite)
-        if folder.exists() and folder.resolve() == Path(options.model).resolve():
-            raise SecateurError(f"--out {folder} would replace the model that is pruned. Name another folder.")
+        check_other(folder, options.model, "pruned")
         check_folder(folder)
         if options.sparsity is not None:
             check_sparsity(options.sparsity)
@@ -187,7 +196,7 @@ def _run_in(folder: Path, options: argparse.Namespace, work: Work, decides: bool
     outcome = work(model, task.batches(calibration, options.batch), gauge)
     after = judge("after")
     found = Verdict(
-        task.measure, before[0][1], after[0][1], outcome.sparsity, _vocabulary(model),
+        task.measure, before[0][1], after[0][1], outcome.sparsity, vocabulary_of(model),
         base="before" if sparse else "dense", already=zeros if sparse else 0.0, asked=options.sparsity,
     )  # fmt: skip
     if decides:
@@ -324,7 +333,8 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
 
 
-def _vocabulary(model: Any) -> int | None:
+def vocabulary_of(model: Any) -> int | None:
+    """The number of tokens that a model knows; None where its config does not say."""
     found = getattr(getattr(model, "config", None), "vocab_size", None)
     return found if isinstance(found, int) else None
 

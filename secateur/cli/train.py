@@ -16,7 +16,9 @@ from secateur.cli.options import (
     add_out,
     add_seed,
     add_sparsity,
+    add_tracker,
     add_training_device,
+    check_tracker,
     import_torch,
     positive,
     seconds,
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 
 SUMMARY = "train a network, pruned or dense, from a recipe or settings"
 EXAMPLE = "secateur train --set model=gpt-2x64 --score variance --sparsity 0.8 --steps 200 --out runs/small"
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 MISSING = (
     "train needs a recipe or settings: secateur train RECIPE.toml, or secateur train --set model=gpt-2x64"
     " --score variance --sparsity 0.8. secateur train --help lists the options."
@@ -62,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint-every", type=positive, default=500, metavar="STEPS", help="steps between checkpoints (500)"
     )
-    parser.add_argument("--tracker", choices=(*TRACKERS, "none"), help="(tensorboard if it is installed)")
+    add_tracker(parser, "tensorboard if it is installed")
     parser.add_argument("--dry-run", action="store_true", help="two small steps on random data; counts pruned weights")
     add_aliases(parser)
 
@@ -121,14 +122,10 @@ def _train(experiment: Experiment, on_cpu: bool, options: argparse.Namespace) ->
 
 
 def _tracker(wanted: str | None) -> str | None:
-    if wanted == "none":
-        return None
-    found = wanted or "tensorboard"
-    if importlib.util.find_spec(found) is not None:
-        return found
-    if wanted is not None:
-        raise SecateurError(f"--tracker {wanted}: it is not installed. pip install {wanted}, or pass --tracker none.")
-    return None
+    check_tracker(wanted)
+    if wanted is None:
+        return "tensorboard" if importlib.util.find_spec("tensorboard") is not None else None
+    return None if wanted == "none" else wanted
 
 
 def name_of(experiment: Experiment) -> str:
