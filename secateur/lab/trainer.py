@@ -21,7 +21,7 @@ from torch.nn import functional
 from secateur.errors import LAB_EXTRA, SecateurError, library
 from secateur.files import PAGE, appearing
 from secateur.lab.checkpoint import CHECKPOINT, Checkpoint, Progress, RunFolder
-from secateur.lab.config import OPTIMIZERS, Experiment, read_experiment, without_idle
+from secateur.lab.config import OPTIMIZERS, Experiment, without_idle
 from secateur.lab.data import Images, Tokens, load
 from secateur.lab.models import image_model, is_language_model, language_model, predict, seeded, size_of
 from secateur.lab.monitor import Stopwatch
@@ -474,19 +474,3 @@ def random_data(experiment: Experiment, context: int) -> Tokens | Images:
     targets = torch.randint(0, classes, (4,), generator=generator)
     half = (0.5,) * channels
     return Images(inputs, targets, inputs, targets, classes, half, half, "random images", False)
-
-
-def main(folder: Path) -> int:
-    """Dry-run every recipe in a folder; returns the exit code."""
-    recipes = sorted(folder.glob("*.toml"))
-    for recipe in recipes:
-        try:
-            print(f"{recipe.stem}: {dry_run(read_experiment(recipe, {}))}", flush=True)
-        except SecateurError as error:
-            print(f"{recipe.stem}: {error}", file=sys.stderr)
-            return 1
-    return 0 if recipes else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
