@@ -205,6 +205,12 @@ def read_json(path: Place, kind: type, error: type[SecateurError] = DataError, a
     return found
 
 
+def folder_name(text: str) -> str:
+    """The text as the name of one folder. Windows allows no colon, which patterns such as 2:4 have."""
+    name = text.replace("/", "_").replace(" ", "")
+    return name.replace(":", "-") if sys.platform == "win32" else name
+
+
 def megabytes(number: int) -> str:
     """A size as text."""
     return f"{number / 1e6:,.2f} MB"

@@ -109,3 +109,9 @@ def test_windows_flushes_only_what_is_open_for_writing(tmp_path: Path, monkeypat
         written()
     monkeypatch.setattr(files, "FLUSHING", os.O_RDWR)
     assert written() == ["a.txt", "folder"]
+
+
+def test_names_of_folders_fit_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert files.folder_name("gpt2-score=variance(q=3/8)-pattern=2:4, x") == "gpt2-score=variance(q=3_8)-pattern=2:4,x"
+    monkeypatch.setattr("sys.platform", "win32")
+    assert files.folder_name("gpt2-2:4") == "gpt2-2-4"

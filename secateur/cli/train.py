@@ -25,7 +25,7 @@ from secateur.cli.options import (
     training_on_cpu,
 )
 from secateur.errors import LAB_EXTRA, SecateurError, library
-from secateur.files import check_room, write
+from secateur.files import check_room, folder_name, write
 from secateur.settings import parse
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _tracker(wanted: str | None) -> str | None:
 def name_of(experiment: Experiment) -> str:
     """A name from the settings that are changed most often."""
     pruned = f"{experiment.score}-{experiment.pattern or f'{experiment.sparsity:g}'}" if experiment.score else "dense"
-    return f"{experiment.model}-{pruned}-seed{experiment.seed}".replace("/", "_").replace(" ", "")
+    return folder_name(f"{experiment.model}-{pruned}-seed{experiment.seed}")
 
 
 def finished_line(experiment: Experiment, summary: dict[str, Any], path: Path) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from secateur.errors import SecateurError, library, nearest, one_line
-from secateur.files import check_folder, check_room, write
+from secateur.files import check_folder, check_room, folder_name, write
 from secateur.lab.checkpoint import RunFolder, check_place
 from secateur.lab.compare import compare
 from secateur.lab.config import DEFAULTS, Experiment, merge, without_idle
@@ -97,8 +97,7 @@ def _cell(path: Path, layers: Sequence[Mapping[str, Any]], chosen: dict[str, Any
         sources = [{name: value for name, value in source.items() if name != "preset"} for source in sources]
     settings = without_idle(merge(*(checked(Experiment, source, str(path)) for source in sources)))
     parts = [f"{name}={shown(value)}" for name, value in named.items() if name in settings]
-    name = "-".join(parts).replace("/", "_").replace(" ", "")
-    return Cell(name, from_mapping(Experiment, settings, str(path))), settings
+    return Cell(folder_name("-".join(parts)), from_mapping(Experiment, settings, str(path))), settings
 
 
 def _check_read(path: Path, given: Mapping[str, Any], read: set[str]) -> None:
@@ -214,14 +213,8 @@ def run_cells(
     todo = [cell for cell in cells if cell not in known]
     said = f", {len(known)} of them in the record already" if known else ""
     print(f"secateur: {len(cells)} runs{said}, in {out}", file=sys.stderr)
-    jobs = [
-        Job(
-            cell.name,
-            out / cell.name,
-            (asdict(cell.experiment), str(out / cell.name), cpu, checkpoint_every, numbers_only, until),
-        )
-        for cell in todo
-    ]
+    how = cpu, checkpoint_every, numbers_only, until
+    jobs = [Job(cell.name, out / cell.name, (asdict(cell.experiment), str(out / cell.name), *how)) for cell in todo]
     outcomes = Outcomes(len(jobs), lambda: record.write(cells) if record is not None else None)
     if resources is not None:
         on_ray(jobs, run_cell, outcomes, *resources)
@@ -258,7 +251,7 @@ def dry_run_cells(cells: Sequence[Cell], cpu: bool) -> str:
         except SecateurError as error:
             failed.append(f"{name}: {error}")
     if failed:
-        raise SecateurError(f"{len(failed)} of {len(alone)} runs cannot be: {' '.join(failed[:3])}")
+        raise SecateurError(f"{len(failed)} of {len(alone)} runs would fail: {' '.join(failed[:3])}")
     steps = sum(cell.experiment.steps_taken for cell in cells)
     seen = sum(cell.experiment.steps_taken * cell.experiment.step_size for cell in cells)
     return "\n".join([*lines, f"{len(cells)} runs, {steps:,} steps, {seen:,} tokens or images in all"])
