@@ -183,6 +183,7 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("bench step --device meta", "--device meta: there is no such device here"),
         ("bench quality --text builtin --methods wnda", "wnda"),
         ("bench probe --shape tinny", "tinny"),
+        ("bench probe --sequences 2 --batches 4 8 --device cpu", "--batches are all larger than --sequences 2"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -196,6 +196,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     if raw[:4] != magic:
         raise DataError(
             f"{path} starts with {raw[:4].hex() or 'nothing'}; an idx file of this kind with {magic.hex()}."
+            " Fetch it again."
         )
     if len(raw) < header:
         raise DataError(f"{path} is truncated within its header. Fetch it again.")
@@ -299,7 +300,7 @@ def _archive(folder: Path, classes: int) -> tuple[Labelled, Labelled] | None:
         with found[0].open("rb") as file, numpy.load(file, allow_pickle=False) as opened:
             train, train_labels, test, test_labels = (opened[name] for name in ARCHIVED)
     except (KeyError, OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{found[0]} is not an archive of {', '.join(ARCHIVED)}: {error}.") from error
+        raise DataError(f"{found[0]} is not an archive of {', '.join(ARCHIVED)}: {error}. Fetch it again.") from error
     return tuple(  # type: ignore[return-value]
         (_images(numpy, inputs, found[0]), torch.from_numpy(labels.reshape(-1).astype("int64")))
         for inputs, labels in ((train, train_labels), (test, test_labels))
