@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import textwrap
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -23,6 +22,7 @@ from secateur.cli.options import (
     pick_device,
     positive,
     sparsity,
+    wrapped,
 )
 from secateur.errors import SecateurError
 from secateur.files import PAGE, check_folder
@@ -200,8 +200,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def description(name: str) -> str:
     """The docstring of a benchmark, read from its source: importing the module would import torch."""
     source = resources.files("secateur.bench").joinpath(f"{name}.py").read_text(encoding="utf-8")
-    paragraphs = source.split('"""')[1].strip().split("\n\n")
-    return "\n\n".join(textwrap.fill(paragraph, 79) for paragraph in paragraphs)
+    return wrapped(source.split('"""')[1])
 
 
 def run(options: argparse.Namespace) -> int:

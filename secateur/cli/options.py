@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 import signal
+import textwrap
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +34,11 @@ class Verb(Protocol):
     def add_options(self, parser: argparse.ArgumentParser, /) -> None: ...
 
     def run(self, options: argparse.Namespace, /) -> int: ...
+
+
+def wrapped(text: str) -> str:
+    """Paragraphs that fit a terminal of 80 columns."""
+    return "\n\n".join(textwrap.fill(paragraph, 79) for paragraph in text.strip().split("\n\n"))
 
 
 def positive(text: str) -> int:

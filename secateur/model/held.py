@@ -235,6 +235,11 @@ def restore_facts(state: Mapping[str, Tensor], prunables: Sequence[Prunable], fa
                 tensors[prunable.name].copy_(part_of(saved, prunable.parameter))
 
 
+def compact(tensor: Tensor) -> Tensor:
+    """The tensor, copied if it is part of a larger storage, which would be saved with it."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
 def encoded(settings: Mapping[str, Any]) -> Tensor:
     """Settings as JSON in a zero-padded uint8 tensor; long values are replaced by their beginning and a hash."""
     short = {name: _shortened(value) for name, value in settings.items()}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from secateur import kernels
 from secateur.errors import HF_EXTRA, StateError, library, nearest
 from secateur.model.distributed import local, part_of, unwrap, whole
-from secateur.model.held import Held
+from secateur.model.held import Held, compact
 from secateur.model.prunable import LeftOut, Prunable, find_prunable, parameters_in, plain_name
 from secateur.selection.masks import as_bool, can_unpack, pack, unpack
 
@@ -228,11 +228,6 @@ class WholeState:
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Load such a state at any world size; see `Pruner.load_state_dict`."""
         self._pruner.load_state_dict(state, strict)
-
-
-def compact(tensor: Tensor) -> Tensor:
-    """The tensor, copied if it is part of a larger storage, which would be saved with it."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 # Files
