@@ -113,11 +113,13 @@ def _read(path: Path, changes: Mapping[str, Any]) -> tuple[list[dict[str, Any]],
     for table in found:
         if table not in TABLES:
             raise SecateurError(f"{path} has a table [{table}].{nearest(table, TABLES)} Use [base] and [axes].")
-    base, blocks = dict(found.get("base", {})), found.get("axes", [])
-    blocks = [blocks] if isinstance(blocks, dict) else list(blocks)
+    base, blocks = found.get("base", {}), found.get("axes", [])
+    if not isinstance(base, dict):
+        raise SecateurError(f"{path}: base must be a table [base] with settings; got {base!r}.")
+    base, blocks = dict(base), blocks if isinstance(blocks, list) else [blocks]
     if not any(blocks):
         raise SecateurError(f"{path} has no [axes], so there is one run only: use `secateur train`.")
-    recipe = read_toml(path.parent / base.pop("recipe")) if "recipe" in base else {}
+    recipe = read_toml(path.parent / str(base.pop("recipe"))) if "recipe" in base else {}
     for name in changes:
         if any(name in axes for axes in blocks if isinstance(axes, dict)):
             raise SecateurError(f"--set {name}: {path} has it in [axes]. Change the grid.")
