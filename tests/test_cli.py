@@ -173,6 +173,7 @@ def test_two_texts_must_share_nothing(folder: Path, capsys: pytest.CaptureFixtur
         (("--recipe", "wandda"), "Did you mean 'wanda'?"),
         (("--recipe", "nowhere.toml"), "Cannot read nowhere.toml: No such file"),
         (("--eval", "mmlu"), "Write lm-eval:TASK"),
+        (("--eval", "lm-eval:"), "Write lm-eval:TASK"),
         (("--out", "."), "is not empty"),
         (("--context", "4000"), "are needed. Give a longer text"),
     ],

@@ -25,7 +25,7 @@ from secateur.cli.options import (
     pick_device,
     positive,
 )
-from secateur.errors import SaveError, SecateurError, TextError, nearest
+from secateur.errors import SaveError, SecateurError, TextError, library, nearest
 from secateur.files import check_folder, check_room, claimed
 from secateur.schedules import check_sparsity
 from secateur.settings import from_mapping, read_toml
@@ -160,8 +160,10 @@ def run_job(options: argparse.Namespace, work: Work, decides: bool = False) -> i
         check_folder(folder)
         if options.sparsity is not None:
             check_sparsity(options.sparsity)
-        if options.eval and not options.eval.startswith(HARNESS):
-            raise SecateurError(f"--eval {options.eval} is not known. Write {HARNESS}TASK or {HARNESS}TASK,TASK.")
+        if options.eval:
+            if not options.eval.startswith(HARNESS) or options.eval == HARNESS:
+                raise SecateurError(f"--eval {options.eval} is not known. Write {HARNESS}TASK or {HARNESS}TASK,TASK.")
+            library("lm_eval", "--eval", "lm_eval")
         if options.memory and (device := pick_device(options.device)).type != "cuda":
             raise SecateurError(f"--memory limits CUDA devices and has no effect on {device}. Leave it out.")
         for source in filter(None, (options.data, options.eval_data)):
