@@ -101,7 +101,7 @@ class Checkpoint:
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], rank: int | None = None) -> None:
         files = library("safetensors.torch", "Saving checkpoints", LAB_EXTRA)
-        plain = {key: compact(local(tensor.detach()).cpu().contiguous()) for key, tensor in tensors.items()}
+        plain = compact({key: local(tensor.detach()).cpu().contiguous() for key, tensor in tensors.items()})
         try:
             files.save_file(plain, self._path(name, rank))
         except (OSError, library("safetensors", "Saving checkpoints", LAB_EXTRA).SafetensorError) as error:

@@ -235,9 +235,9 @@ def restore_facts(state: Mapping[str, Tensor], prunables: Sequence[Prunable], fa
                 tensors[prunable.name].copy_(part_of(saved, prunable.parameter))
 
 
-def compact(tensor: Tensor) -> Tensor:
-    """The tensor, copied if it is part of a larger storage, which would be saved with it."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def compact(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """These tensors, copied if they are part of a larger storage, which would be saved with them."""
+    return {k: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for k, t in tensors.items()}
 
 
 def encoded(settings: Mapping[str, Any]) -> Tensor:

@@ -222,8 +222,8 @@ class WholeState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The Pruner's state, the same plain CPU tensors on every rank; all ranks must call it."""
-        state = {name: whole(tensor).cpu().contiguous() for name, tensor in self._pruner.state_dict().items()}
-        return {name: compact(tensor) for name, tensor in state.items()}
+        state = self._pruner.state_dict()
+        return compact({name: whole(tensor).cpu().contiguous() for name, tensor in state.items()})
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Load such a state at any world size; see `Pruner.load_state_dict`."""
