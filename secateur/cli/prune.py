@@ -99,8 +99,10 @@ def run(options: argparse.Namespace) -> int:
     from secateur.selection.tiles import parse_pattern
 
     pattern = parse_pattern(recipe["pattern"])
-    fixed = pattern is not None and pattern.sparsity is not None  # 2:4 is 50 %
-    sparsity = 0.5 if options.sparsity is None and not fixed else options.sparsity
+    fixed = None if pattern is None else pattern.sparsity  # 2:4 is 50 %
+    if fixed is not None and options.sparsity not in (None, fixed):
+        raise SecateurError(f"--pattern {recipe['pattern']} means a sparsity of {fixed:g}. Leave out --sparsity.")
+    sparsity = 0.5 if options.sparsity is None and fixed is None else options.sparsity
 
     def work(model: Any, batches: list[Any], _: Gauge) -> Outcome:
         where = {"memory": options.memory, "device": device_for(options), "progress": True}
