@@ -77,7 +77,7 @@ check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m secateur.lab.trainer recipes
+	$(BIN)/python -m tools.recipes
 
 # Long: random cases by the million and SIGKILL at random moments; then the tables of docs/reliability.md.
 soak: $(VENV)/.ready

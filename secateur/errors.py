@@ -10,7 +10,8 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-HF_EXTRA = '"secateur[hf]"'  # what pip installs for everything of Hugging Face
+# What pip installs for everything of Hugging Face, for experiments and for the demo; quoted for any shell.
+HF_EXTRA, LAB_EXTRA, DEMO_EXTRA = '"secateur[hf]"', '"secateur[lab]"', '"secateur[demo]"'
 
 
 class SecateurError(ValueError):
@@ -82,6 +83,11 @@ def library(name: str, what: str, install: str) -> Any:
         if (missing.name or "").partition(".")[0] != package:
             raise  # it is installed; one of its own dependencies is missing
         raise SecateurError(f"{what} needs {package}: pip install {install}.") from missing
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without line breaks, or its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 import uuid
@@ -27,6 +28,7 @@ Place = str | os.PathLike[str]
 
 STALE = 3600  # seconds after which an unfinished temporary text file counts as abandoned
 PAGE = 4 << 20  # bytes to allow for a page, a table or a record
+FLUSHING = os.O_RDWR if sys.platform == "win32" else os.O_RDONLY  # Windows flushes only what is open for writing
 
 
 def write(path: Place, text: str) -> None:
@@ -65,8 +67,6 @@ def appearing(folder: Place) -> Iterator[Path]:
         try:
             partial.mkdir()
             yield partial
-            for path in [*partial.rglob("*"), partial]:
-                _sync(path)
             _put_in_place(partial, folder)
         except Exception as error:
             if not isinstance(error, OSError | SaveError) and type(error).__name__ != "SafetensorError":
@@ -87,8 +87,6 @@ def resuming(folder: Place) -> Iterator[Path]:
         try:
             partial.mkdir(exist_ok=True)
             yield partial
-            for path in [*partial.rglob("*"), partial]:
-                _sync(path)
             _put_in_place(partial, folder)
         except (OSError, SaveError) as error:
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
@@ -170,15 +168,15 @@ def check_folder(folder: Place, needed: int = 0, *, replaced: bool = True) -> No
     check_room(folder, needed)
 
 
-def check_file(path: Place, needed: int = PAGE) -> None:
-    """Check before long work that a file can be written and the disk has `needed` bytes."""
+def check_file(path: Place) -> None:
+    """Check before long work that a file can be written and the disk has room for a page."""
     path = Path(path)
     if not path.resolve().parent.is_dir():
         raise SaveError(f"There is no folder {path.resolve().parent} to write {path.name} into.")
     if path.exists() and not path.is_file():
         raise SaveError(f"{path} exists and is not a file. Name a file.")
     _check_writable(path.parent)
-    check_room(path, needed)
+    check_room(path, PAGE)
 
 
 def check_room(path: Place, needed: int) -> None:
@@ -205,6 +203,12 @@ def read_json(path: Place, kind: type, error: type[SecateurError] = DataError, a
     if not isinstance(found, kind):
         raise error(f"{path} holds a {type(found).__name__}; a {kind.__name__} is needed. {advice}")
     return found
+
+
+def folder_name(text: str) -> str:
+    """The text as the name of one folder. Windows allows no colon, which patterns such as 2:4 have."""
+    name = text.replace("/", "_").replace(" ", "")
+    return name.replace(":", "-") if sys.platform == "win32" else name
 
 
 def megabytes(number: int) -> str:
@@ -238,7 +242,7 @@ def _sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk. Not all systems can do it for folders."""
     handle = None
     with suppress(PermissionError, IsADirectoryError):
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, FLUSHING)
     if handle is None:
         return
     try:
@@ -251,7 +255,9 @@ def _sync(path: Path) -> None:
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename `partial` to `folder`, moving an old folder aside first and back again if that fails."""
+    """Flush `partial` to disk and rename it to `folder`, moving an old folder aside first and back if that fails."""
+    for path in [*partial.rglob("*"), partial]:
+        _sync(path)
     if folder.exists():
         aside = folder.with_name(_hidden(folder) + ".old")  # a name that `clear` restores it from
         folder.rename(aside)

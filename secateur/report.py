@@ -277,7 +277,7 @@ th { font-weight: 600; color: #374151; } th:first-child, td:first-child { text-a
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 1rem; }
 .figures { align-items: start; margin-top: 1.5rem; }
 figure { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; margin: 0; padding: 1rem; min-width: 0; }
-figure.full { grid-column: 1 / -1; } figure h2 { margin-top: 0; }
+figure h2 { margin-top: 0; }
 figure > svg { width: 100%; display: block; }
 .warning { background: #fef3c7; border-left: 4px solid #d97706; color: #78350f; padding: .5rem .75rem; }
 pre { background: #f3f4f6; padding: .6rem; margin: 0; font-size: .8rem; white-space: pre-wrap; }

@@ -232,4 +232,4 @@ def test_the_demo_says_what_it_needs(missing: str) -> None:
     code = f"from secateur.cli import main; sys.exit(main(['demo', '--steps', '20', '--out', {page!r}]))"
     done = run_blocked(code, [missing])
     assert done.returncode == 2
-    assert done.stderr.strip() == f"secateur: The demo needs {missing}: pip install 'secateur[demo]'."
+    assert done.stderr.strip() == f'secateur: The demo needs {missing}: pip install "secateur[demo]".'

@@ -206,7 +206,7 @@ def test_what_is_not_installed_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["bench", "train", "--device", "cpu", "--out", str(tmp_path)]) == 2
-    assert "GPT-2 needs transformers: pip install 'secateur[hf]'" in capsys.readouterr().err
+    assert 'GPT-2 needs transformers: pip install "secateur[hf]"' in capsys.readouterr().err
 
 
 def test_the_seven_billion_are_those_of_the_model() -> None:

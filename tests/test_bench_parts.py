@@ -138,7 +138,7 @@ def test_cells_are_compared_with_the_mean_of_dense() -> None:
 
 
 def test_tables_render_from_records_of_the_right_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "results_folder", lambda: tmp_path)
+    monkeypatch.setattr("secateur.lab.record.results_folder", lambda: tmp_path)
     names = ("accuracy", "demo", "pace", "probe", "quality", "scale", "select", "select-gpu", "step", "train")
     empty = "".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in names)
     assert tables.filled(empty).count(tables.NOT_YET) == len(names)

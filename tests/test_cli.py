@@ -173,6 +173,8 @@ def test_two_texts_must_share_nothing(folder: Path, capsys: pytest.CaptureFixtur
         (("--recipe", "wandda"), "Did you mean 'wanda'?"),
         (("--recipe", "nowhere.toml"), "Cannot read nowhere.toml: No such file"),
         (("--eval", "mmlu"), "Write lm-eval:TASK"),
+        (("--eval", "lm-eval:"), "Write lm-eval:TASK"),
+        (("--pattern", "2:4", "--sparsity", "0.6"), "--pattern 2:4 means a sparsity of 0.5. Leave out --sparsity."),
         (("--out", "."), "is not empty"),
         (("--context", "4000"), "are needed. Give a longer text"),
     ],

@@ -354,7 +354,7 @@ def test_it_says_what_it_needs(tmp_path: Path, missing: str, what: str) -> None:
     words = ["compare", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")]
     done = run_blocked(f"from secateur.cli import main; sys.exit(main({words!r}))", [missing])
     assert done.returncode == 2
-    assert done.stderr.strip() == f"secateur: {what} needs {missing}: pip install 'secateur[lab]'."
+    assert done.stderr.strip() == f'secateur: {what} needs {missing}: pip install "secateur[lab]".'
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "summary.json"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -88,3 +89,29 @@ def write_half(path: Path, error: BaseException) -> None:
     with files.replacing(path) as temporary:
         temporary.write_bytes(b"sec")
         raise error
+
+
+def test_windows_flushes_only_what_is_open_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl", reason="this system refuses by itself")
+
+    def flush(handle: int) -> None:
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    def written() -> list[str]:
+        files.write(tmp_path / "a.txt", "a")
+        with files.appearing(tmp_path / "folder") as partial:
+            (partial / "b").touch()
+        return sorted(os.listdir(tmp_path))
+
+    monkeypatch.setattr(os, "fsync", flush)
+    with pytest.raises(SaveError, match="a.txt cannot be written .Bad file descriptor"):
+        written()
+    monkeypatch.setattr(files, "FLUSHING", os.O_RDWR)
+    assert written() == ["a.txt", "folder"]
+
+
+def test_names_of_folders_fit_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert files.folder_name("gpt2-score=variance(q=3/8)-pattern=2:4, x") == "gpt2-score=variance(q=3_8)-pattern=2:4,x"
+    monkeypatch.setattr("sys.platform", "win32")
+    assert files.folder_name("gpt2-2:4") == "gpt2-2-4"

@@ -11,7 +11,7 @@ import torch
 
 import secateur as sc
 from secateur.bench import decode
-from secateur.cli import main
+from secateur.cli import inspect, main
 from secateur.cli.inspect import BUYS
 from tests import tiny
 from tests.test_saving import sparsify
@@ -96,3 +96,17 @@ def test_inspect_has_the_section_in_text_and_page(
     page = (tmp_path / "page.html").read_text()
     assert f"<h2>{BUYS}</h2>" in page
     assert "linear layers take" in page
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), ValueError("other")])
+def test_only_masks_that_do_not_fit_stay_as_they_are(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("secateur.inference.convert.as_in_files", fail)
+    masks = {"weight": torch.ones(2, 2, dtype=torch.bool)}
+    if isinstance(error, ValueError):
+        assert inspect._by_file_name(torch.nn.Linear(2, 2), masks, []) == masks
+        return
+    with pytest.raises(type(error)):
+        inspect._by_file_name(torch.nn.Linear(2, 2), masks, [])

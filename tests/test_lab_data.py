@@ -184,6 +184,7 @@ def vocabulary(spec: str) -> int:
             "val.bin has 8 bytes of uint16; it should have 18 bytes: truncated?",
         ),
         ({"meta.json": b'{"dtype": "float"}'}, "meta.json says dtype 'float'; uint16 and uint32 are known."),
+        ({"meta.json": b'{"dtype": ["uint16"]}'}, r"meta.json says dtype \['uint16'\]; uint16 and uint32 are known."),
         ({"meta.json": b'{"vocabulary": "a"}'}, "meta.json says vocabulary 'a'; it must be a whole number"),
         ({"meta.json": b'{"vocabulary": 70000}'}, "vocabulary of 70,000, too large for uint16. Put {.dtype"),
         ({"meta.json": b"{"}, "meta.json cannot be read as JSON: "),

@@ -261,7 +261,7 @@ def test_why_a_gpu_is_not_sampled(nvml: Callable[[str], FakeNvml], monkeypatch: 
     assert (found.samples, found.off) == ([], "NVML answers: Driver Not Loaded")
     assert found.peak_bytes == 3 * 10**9  # torch knows it without NVML
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert watched(0).off == "pynvml is not installed: pip install nvidia-ml-py, or 'secateur[gpu]'"
+    assert watched(0).off == 'pynvml is not installed: pip install nvidia-ml-py, or "secateur[gpu]"'
 
 
 def test_the_fake_has_no_name_that_pynvml_lacks() -> None:

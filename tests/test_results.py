@@ -22,8 +22,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     path = tmp_path / f"{NAME}_some-gpu_2026-01-02.json"
     assert command(capsys, tmp_path / "runs", "--by", "score", "--json", path)[0] == 0
     (tmp_path / f"{NAME}_some-gpu_2025-12-31.json").write_text("older, not read")
-    for module in (results, tables):
-        monkeypatch.setattr(module, "results_folder", lambda: tmp_path)
+    monkeypatch.setattr("secateur.lab.record.results_folder", lambda: tmp_path)
     return path
 
 

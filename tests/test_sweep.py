@@ -77,7 +77,10 @@ def test_cells(tmp_path: Path) -> None:
         (BASE + PRUNED + "[axes]\n", "has no [axes]"),
         (BASE + PRUNED + '[axes]\npreset = ["as-publish"]', "Did you mean 'as-published'?"),
         ("axes = [3]", "must be a table [axes], or several [[axes]]"),
+        ("axes = 3", "must be a table [axes], or several [[axes]]; got 3"),
+        ("base = 3", "base must be a table [base] with settings; got 3"),
         ('[base]\nrecipe = "nowhere.toml"\n[axes]\nseed = [0]', "Cannot read"),
+        ("[base]\nrecipe = 3\n[axes]\nseed = [0]", "Cannot read"),
     ],
 )
 def test_grids_that_cannot_be(text: str, said: str, tmp_path: Path) -> None:

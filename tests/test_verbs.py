@@ -183,6 +183,9 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("bench step --device meta", "--device meta: there is no such device here"),
         ("bench quality --text builtin --methods wnda", "wnda"),
         ("bench probe --shape tinny", "tinny"),
+        ("bench select --sparsity 0 --device cpu", "--sparsity 0: benchmarks prune a fraction between 0 and 1."),
+        ("bench step --seed -1", "must be a whole number from 0 to"),
+        ("bench probe --sequences 2 --batches 4 8 --device cpu", "--batches are all larger than --sequences 2"),
     ],
 )
 def test_a_mistake_is_one_line(

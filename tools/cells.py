@@ -25,7 +25,7 @@ class Cells:
 
     def __init__(self, theme: str, key: Callable[[Mapping[str, Any]], Any], folder: Path | None = None) -> None:
         self.theme, self._key = theme, key
-        self.path = newest(theme, folder or record.results_folder())
+        self.path = next(reversed(dated(theme, folder)), None)
         self.about: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8")) if self.path else {}
         self._found: dict[str, Cell] = {self._name(cell): cell for cell in self.about.get("cells", [])}
 
@@ -49,9 +49,10 @@ class Cells:
         self.path = made
 
 
-def newest(theme: str, folder: Path) -> Path | None:
-    """The record of a theme with the latest date."""
-    return max(folder.glob(f"{theme}_*.json"), key=lambda path: path.stem.rpartition("_")[2], default=None)
+def dated(theme: str, folder: Path | None = None) -> list[Path]:
+    """The records of a theme, oldest first."""
+    paths = (folder or record.results_folder()).glob(f"{theme}_*.json")
+    return sorted(paths, key=lambda path: (path.stem.rpartition("_")[2], path.stem))
 
 
 def by(cells: Sequence[Cell], *names: str) -> dict[tuple[Any, ...], list[Cell]]:

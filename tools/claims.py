@@ -44,9 +44,9 @@ class Checklist:
     claims: list[Claim]
 
 
-def read_checklist(path: Path = CHECKLIST) -> Checklist:
+def read_checklist() -> Checklist:
     """The checklist in its order."""
-    found = tomllib.loads(path.read_text(encoding="utf-8"))
+    found = tomllib.loads(CHECKLIST.read_text(encoding="utf-8"))
     return Checklist(found["verdicts"], found["documents"], [Claim(**claim) for claim in found["claim"]])
 
 

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from tests.fuzzing import TRAIN, Broken, check, home, saved_model
 
 TIMED = ("seconds", "breakdown_ms", "gpu", "load_at_start", "stages", "updates", "versions", "commit")
+TIMED += ("peak_bytes", "cpu_load")  # of the process that ended the run
 TIMED += ("churn", "cut")  # of the last update of the masks, which a resumed process did not make
 BITS = ("model", "optimizer", "masks", "pruner", "tokenizer")  # files that must be the same to the bit
 LATE = 24  # operations at the end of a run, the renames and the removal of what was there before among them
@@ -142,6 +143,22 @@ def litter(folder: Path, reference: set[str]) -> set[str]:
     return {path.name for path in folder.iterdir()} - reference
 
 
+def failures(name: str, seed: int, count: int, until: float, case: Callable[[random.Random, Path], None]) -> list[str]:
+    """Try a case so many times, or until the time is up, each with an output folder of its own; what went wrong."""
+    wrong = []
+    for number in range(count):
+        if time.monotonic() > until:
+            break
+        place = home() / name / str(number)
+        place.mkdir()
+        try:
+            case(random.Random(f"{name} {seed} {number}"), place / "out")
+        except Exception as error:  # whatever it is, the other cases can still be tried
+            wrong.append(f"{name} --seed {seed} --case {number}: {error}"[:500])
+        shutil.rmtree(place)
+    return wrong
+
+
 def resumed(
     name: str, words: Callable[[Path], list[str]], seed: int, count: int, until: float, found: Counter[str]
 ) -> list[str]:
@@ -150,27 +167,20 @@ def resumed(
     (base / "reference").mkdir(parents=True)
     whole = base / "reference" / "out"
     seconds, operations = complete(words(whole), whole)
-    expected, wrong = contents(whole), []
-    for number in range(count):
-        if time.monotonic() > until:
-            break
-        draw, place = random.Random(f"{name} {seed} {number}"), base / str(number)
-        place.mkdir()
-        out = place / "out"
-        try:
-            for _ in range(draw.choice((1, 1, 2))):
-                found["killed" if kill(words(out), out, draw, seconds, operations) else "ended first"] += 1
-            complete(words(out), out)
-            now = contents(out)
-            found["resumed"] += 1
-            differing = [key for key in {*now, *expected} if now.get(key) != expected.get(key)]
-            check(not differing, f"differs after resuming: {sorted(differing)[:5]}")
-            more = litter(out, {path.name for path in whole.iterdir()}) | litter(place, {"out", "log.txt"})
-            check(not more, f"left behind: {sorted(more)[:5]}")
-        except Exception as error:
-            wrong.append(f"{name} --seed {seed} --case {number}: {error}"[:500])
-        shutil.rmtree(place)
-    return wrong
+    expected = contents(whole)
+
+    def case(draw: random.Random, out: Path) -> None:
+        for _ in range(draw.choice((1, 1, 2))):
+            found["killed" if kill(words(out), out, draw, seconds, operations) else "ended first"] += 1
+        complete(words(out), out)
+        now = contents(out)
+        found["resumed"] += 1
+        differing = [key for key in {*now, *expected} if now.get(key) != expected.get(key)]
+        check(not differing, f"differs after resuming: {sorted(differing)[:5]}")
+        more = litter(out, {path.name for path in whole.iterdir()}) | litter(out.parent, {"out", "log.txt"})
+        check(not more, f"left behind: {sorted(more)[:5]}")
+
+    return failures(name, seed, count, until, case)
 
 
 def pruned(seed: int, count: int, until: float, found: Counter[str]) -> list[str]:
@@ -192,32 +202,24 @@ def pruned(seed: int, count: int, until: float, found: Counter[str]) -> list[str
             shutil.copytree(base / "old" / "out", base / "new" / "out")  # so that it is overwritten here too
         seconds, operations = complete(words(base / name / "out", sparsity), base / name / "out")
         results[name] = weights(base / name / "out")
-    wrong = []
-    for number in range(count):
-        if time.monotonic() > until:
-            break
-        draw, place = random.Random(f"kill-prune {seed} {number}"), base / str(number)
-        place.mkdir()
-        out = place / "out"
+
+    def case(draw: random.Random, out: Path) -> None:
         shutil.copytree(base / "old" / "out", out)
-        try:
-            dead = kill(words(out, "0.6"), out, draw, seconds, operations)
-            found["killed" if dead else "ended first"] += 1
-            now = weights(out)
-            kept = next((name for name in results if results[name] == now), None)
-            if kept is None:  # between two renames the old one has another name, until the next start
-                hidden = [weights(path) for path in place.iterdir() if path.is_dir() and path != out]
-                check(not out.exists(), "the folder holds half a result")
-                check(any(one in results.values() for one in hidden), "the result is lost")
-            found[f"{kept or 'moved aside'} result found"] += 1
-            complete(words(out, "0.6"), out)
-            check(weights(out) == results["new"], "the next run has another result")
-            more = litter(place, {"out", "log.txt"})
-            check(not more, f"left behind: {sorted(more)[:5]}")
-        except Exception as error:
-            wrong.append(f"kill-prune --seed {seed} --case {number}: {error}"[:500])
-        shutil.rmtree(place)
-    return wrong
+        dead = kill(words(out, "0.6"), out, draw, seconds, operations)
+        found["killed" if dead else "ended first"] += 1
+        now = weights(out)
+        kept = next((name for name in results if results[name] == now), None)
+        if kept is None:  # between two renames the old one has another name, until the next start
+            hidden = [weights(path) for path in out.parent.iterdir() if path.is_dir() and path != out]
+            check(not out.exists(), "the folder holds half a result")
+            check(any(one in results.values() for one in hidden), "the result is lost")
+        found[f"{kept or 'moved aside'} result found"] += 1
+        complete(words(out, "0.6"), out)
+        check(weights(out) == results["new"], "the next run has another result")
+        more = litter(out.parent, {"out", "log.txt"})
+        check(not more, f"left behind: {sorted(more)[:5]}")
+
+    return failures(base.name, seed, count, until, case)
 
 
 def weights(folder: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -561,7 +561,7 @@ def record(outcomes: list[Outcome], sources: dict[str, bytes], options: argparse
         if one.fate in ("survived", "unreached")
     ]
     data = {"seed": options.seed, "modules": totals(outcomes), "survivors": survivors}
-    data["mutants"] = [asdict(replace(one)) for one in outcomes]
+    data["mutants"] = [asdict(one) for one in outcomes]
     print(records.save("mutants", data, options, torch.device("cpu")))
 
 

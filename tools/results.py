@@ -16,11 +16,11 @@ from secateur.bench import patterns
 from secateur.files import write
 from secateur.lab.compare import BASELINE, Comparison, Entry, best_first, compare, mean_quality, noise, written
 from secateur.lab.plots import cost_by_sparsity, differences
-from secateur.lab.record import ROOT, results_folder
+from secateur.lab.record import ROOT
 from secateur.lab.runs import Measure, kept_choices, read_kept
 from secateur.lab.statistics import percent
 from tools import finetune_campaign
-from tools.cells import Cells
+from tools.cells import Cells, dated
 
 PREFIX = "campaign-"
 RIVAL = "score=magnitude"  # the score to beat: of several rows, each has the one that agrees with it in all else
@@ -29,8 +29,7 @@ FIGURES = ROOT / "docs" / "figures"
 
 def records() -> dict[str, Path]:
     """The newest record of every experiment, by name."""
-    dated = sorted(results_folder().glob(f"{PREFIX}*.json"), key=lambda path: (path.stem.rpartition("_")[2], path.stem))
-    return {path.stem.partition("_")[0]: path for path in dated}
+    return {path.stem.partition("_")[0]: path for path in dated(f"{PREFIX}*")}
 
 
 def comparison(path: Path) -> Comparison:
@@ -150,7 +149,7 @@ def main() -> None:
     for name, path in records().items():
         write(FIGURES / f"{name}.svg", picture(comparison(path)) + "\n")
         print(FIGURES.relative_to(ROOT) / f"{name}.svg")
-    for path in sorted(results_folder().glob("patterns_*.json"))[-1:]:
+    for path in dated("patterns")[-1:]:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         write(FIGURES / "patterns.svg", patterns.picture(cells) + "\n")
     if cells := Cells(finetune_campaign.THEME, finetune_campaign.key).found:

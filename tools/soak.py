@@ -34,6 +34,7 @@ import killing
 from secateur.lab import record
 from secateur.report import markdown_table
 from tests import fuzzing
+from tools.cells import dated
 
 COUNTS = {"selections": 1_000_000, "recipes": 1000, "states": 1000, "folders": 500, "commands": 500,
           **dict.fromkeys(killing.KILLS, 50)}  # fmt: skip
@@ -133,10 +134,9 @@ def mutants_table(found: list[dict[str, Any]]) -> str:
 
 def newest(theme: str, rows: str, name: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Of every row, by its name, that of the newest record that has it; and where the rows come from."""
-    paths = sorted(record.results_folder().glob(f"{theme}_*.json"), key=lambda p: (p.stem.rpartition("_")[2], p.stem))
     found: dict[str, dict[str, Any]] = {}
     sources: dict[str, str] = {}
-    for path in paths:
+    for path in dated(theme):
         one = json.loads(path.read_text(encoding="utf-8"))
         for row in one[rows]:
             found[row[name]] = row

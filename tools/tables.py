@@ -20,10 +20,11 @@ from typing import Any
 import secateur
 from secateur.bench import accuracy, decode, decode_gpu, pace, patterns, probe, quality, scale, select, step, train
 from secateur.files import write
-from secateur.lab.record import ROOT, results_folder
+from secateur.lab.record import ROOT
 from secateur.report import markdown_table
 from secateur.scores import resolve
 from tools import claims, finetune_campaign, finetune_rivals, procedure_tables, results
+from tools.cells import dated
 
 NOT_YET = "not measured yet"
 CPU, GPU = "cpu", "gpu"
@@ -32,8 +33,7 @@ Record = dict[str, Any]
 
 def records(theme: str) -> Iterator[Record]:
     """Everything measured under a theme, newest first."""
-    paths = results_folder().glob(f"{theme}_*.json")
-    for path in sorted(paths, key=lambda path: path.stem.rpartition("_")[2], reverse=True):
+    for path in reversed(dated(theme)):
         yield json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -250,7 +250,7 @@ def rivals_tables(record: Record) -> list[str]:
 
 def procedure_part(table: Callable[[list[Record]], str]) -> str:
     """A table of the newest record of every run of GradProbe's procedure."""
-    themes = {path.stem.partition("_")[0] for path in results_folder().glob("procedure-*.json")}
+    themes = {path.stem.partition("_")[0] for path in dated("procedure-*")}
     found = [record for kind in (CPU, GPU) for theme in sorted(themes) if (record := newest(theme, kind))]
     return table(found) if found else NOT_YET
 

@@ -56,7 +56,7 @@ def check_contents(wheel: Path) -> None:
     assert "secateur/py.typed" in names
     assert f"{NATIVE}.c" in names
     assert (f"{NATIVE}.so" in names) == ("manylinux" in wheel.name) == (not wheel.name.endswith("any.whl")), wheel.name
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "secateur").rglob("*.py")}
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "secateur").rglob("*.py")}
     assert sources <= set(names), sources - set(names)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.bench.measuring import synchronize
-from secateur.errors import FactError, SecateurError, library
+from secateur.errors import HF_EXTRA, FactError, SecateurError, library
 from secateur.lab import record
 from secateur.lab.monitor import Monitor
 from secateur.model.prunable import find_prunable
@@ -66,21 +66,22 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, save."""
     device: torch.device = options.device
     todo = {} if options.quick else jobs_for([str(resolve(score)) for score in options.scores], options.sparsity)
+    fitting = [batch for batch in options.batches if batch <= options.sequences]
+    if not fitting:
+        raise SecateurError(f"--batches are all larger than --sequences {options.sequences}. Pass a smaller batch.")
     model = build(SHAPES[options.shape], device, options.seed)
     draw = torch.Generator().manual_seed(options.seed)
     ids = torch.randint(0, SHAPES[options.shape]["vocab_size"], (options.sequences, options.length), generator=draw)
     sites, _ = find_prunable(model)
-    passes = [
-        passing(model, ids, batch, again) for batch in options.batches if batch <= len(ids) for again in (False, True)
-    ]
+    passes = [time_passes(model, ids, batch, again) for batch in fitting for again in (False, True)]
     print(text_table(*passes_table(passes)), end="\n\n")
-    fitting = [one for one in passes if one["seconds"] is not None]
-    if not fitting:
+    timed = [one for one in passes if one["seconds"] is not None]
+    if not timed:
         raise SecateurError(
             "No batch size fits into the memory of this device, even with activation checkpointing. Pass a smaller"
             " --length or --shape."
         )
-    best = min(fitting, key=lambda one: one["seconds_per_sequence"])
+    best = min(timed, key=lambda one: one["seconds_per_sequence"])
     print(f"Fastest here: batches of {best['batch']}, {_checkpointing(best)}.\n", flush=True)
     jobs: list[dict[str, Any]] = []
     data = {
@@ -102,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
 
 def build(shape: dict[str, int], device: torch.device, seed: int = 0) -> nn.Module:
     """A model of this shape with random weights in bf16, made on the device."""
-    transformers = library("transformers", "secateur bench probe", '"secateur[hf]"')
+    transformers = library("transformers", "secateur bench probe", HF_EXTRA)
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
@@ -123,8 +124,9 @@ def make_dense(model: nn.Module, seed: int = 0) -> None:
         site.parameter.normal_(0, DEVIATION, generator=draw)
 
 
-def passing(model: nn.Module, ids: Tensor, batch: int, again: bool) -> dict[str, Any]:
-    """Time a few sequences forward and backward with gradients folded into a maximum; None where they do not fit."""
+def time_passes(model: nn.Module, ids: Tensor, batch: int, again: bool) -> dict[str, Any]:
+    """Time a few sequences forward and backward with gradients folded into a maximum; None where they do not fit.
+    `again`: with activation checkpointing, which computes activations again."""
     sites, _ = find_prunable(model)
     blocks = find_blocks(model, ids[:1], standard_loss, sites) if again else []
     some = list(ids[: 2 * batch].split(batch))

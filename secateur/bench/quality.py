@@ -107,7 +107,7 @@ def measure(
     if method.work is probe:
         settings["evaluate"] = lambda model: perplexity(model, others, batch=batch)
     if not bool(torch.isfinite(next(model.parameters())).all()):
-        raise SecateurError("The dense weights are not finite.")
+        raise SecateurError("The weights are not finite before anything is pruned. Use another copy of the model.")
     began = time.perf_counter()
     outcome = method.work(model, list(some.split(batch)), sparsity=sparsity, **settings)
     seconds = time.perf_counter() - began

@@ -101,26 +101,31 @@ def make(
     return [(normal(shape, 0.02), normal(shape, 3e-5).square_()) for shape in shapes]
 
 
+def share_of(scores: Tensor, share: float) -> int:
+    """So many of the scores as AdamWPrune's forms round it, but at least one."""
+    return max(1, int(scores.numel() * share))
+
+
 def kthvalue(case: Case) -> list[Tensor]:
     """AdamWPrune's first form: concatenate every score, take the exact k-th, score again for the masks."""
     scores = torch.cat([case.scores(w, v).flatten() for w, v in case.layers])
-    cut = torch.kthvalue(scores, int(scores.numel() * case.sparsity)).values
+    cut = torch.kthvalue(scores, share_of(scores, case.sparsity)).values
     return [case.scores(w, v) > cut for w, v in case.layers]
 
 
 def topk(case: Case) -> list[Tensor]:
     """The same with torch.topk, unsorted, which is its fastest mode."""
     scores = torch.cat([case.scores(w, v).flatten() for w, v in case.layers])
-    cut = torch.topk(scores, int(scores.numel() * case.sparsity), largest=False, sorted=False).values.amax()
+    cut = torch.topk(scores, share_of(scores, case.sparsity), largest=False, sorted=False).values.amax()
     return [case.scores(w, v) > cut for w, v in case.layers]
 
 
 def sampled(case: Case) -> list[Tensor]:
     """AdamWPrune's second form: concatenate, k-th of a 2 % sample, score again."""
     scores = torch.cat([case.scores(w, v).flatten() for w, v in case.layers])
-    places = torch.randint(0, scores.numel(), (int(scores.numel() * 0.02),), device=scores.device)
+    places = torch.randint(0, scores.numel(), (share_of(scores, 0.02),), device=scores.device)
     drawn = scores[places]
-    cut = torch.kthvalue(drawn, int(drawn.numel() * case.sparsity)).values
+    cut = torch.kthvalue(drawn, share_of(drawn, case.sparsity)).values
     return [case.scores(w, v) > cut for w, v in case.layers]
 
 
@@ -130,10 +135,10 @@ def single_pass(case: Case) -> list[Tensor]:
     for w, v in case.layers:
         scores = case.scores(w, v)
         kept.append(scores)
-        places = torch.randint(0, scores.numel(), (int(scores.numel() * 0.01),), device=scores.device)
+        places = torch.randint(0, scores.numel(), (share_of(scores, 0.01),), device=scores.device)
         drawn.append(scores.view(-1)[places])
     sample = torch.cat(drawn)
-    cut = torch.kthvalue(sample, int(sample.numel() * case.sparsity)).values
+    cut = torch.kthvalue(sample, share_of(sample, case.sparsity)).values
     return [scores > cut for scores in kept]
 
 

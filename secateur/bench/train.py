@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from secateur.bench.measuring import against, kind, ratio, synchronize
-from secateur.errors import SecateurError, library
+from secateur.errors import HF_EXTRA, SecateurError, library
 from secateur.lab import record
 from secateur.lab.config import Experiment
 from secateur.lab.data import Tokens
@@ -227,7 +227,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
             f"--steps {plan.steps} must be a multiple of --every {plan.every}: whole periods are timed."
         )
     if not plan.tiny:
-        library("transformers", "GPT-2", "'secateur[hf]'")  # fail before anything starts
+        library("transformers", "GPT-2", HF_EXTRA)  # fail before anything starts
     return plan
 
 

@@ -9,13 +9,12 @@ import argparse
 import os
 import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import secateur
 from secateur.cli import bench, compare, data, demo, export, finetune, inspect, probe, prune, scores, sweep, train
-from secateur.cli.options import INTERRUPTED, INTERRUPTED_LINE, Verb
+from secateur.cli.options import INTERRUPTED, INTERRUPTED_LINE, Verb, wrapped
 from secateur.errors import SecateurError, nearest
 
 VERBS: dict[str, Verb] = {
@@ -70,7 +69,7 @@ def build_parser(chosen: str | None = None) -> Parser:
         one = verbs.add_parser(
             name,
             help=verb.SUMMARY,
-            description=_wrapped(verb.__doc__ or ""),
+            description=wrapped(verb.__doc__ or ""),
             epilog=f"example:\n  {verb.EXAMPLE}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -80,11 +79,6 @@ def build_parser(chosen: str | None = None) -> Parser:
             parser.chosen = one
         one.set_defaults(run=verb.run)
     return parser
-
-
-def _wrapped(text: str) -> str:
-    """Paragraphs that fit a terminal of 80 columns."""
-    return "\n\n".join(textwrap.fill(paragraph, 79) for paragraph in text.strip().split("\n\n"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import textwrap
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -22,7 +21,9 @@ from secateur.cli.options import (
     import_torch,
     pick_device,
     positive,
+    seed,
     sparsity,
+    wrapped,
 )
 from secateur.errors import SecateurError
 from secateur.files import PAGE, check_folder
@@ -53,7 +54,7 @@ def _add_common(
             "--scores", nargs="+", default=list(scores), help=f"scores to prune by ({' '.join(scores)})"
         )
     if seeded:
-        parser.add_argument("--seed", type=int, default=0, help="of everything random (0)")
+        parser.add_argument("--seed", type=seed, default=0, help="of everything random (0)")
 
 
 def _select(parser: argparse.ArgumentParser) -> None:
@@ -200,8 +201,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def description(name: str) -> str:
     """The docstring of a benchmark, read from its source: importing the module would import torch."""
     source = resources.files("secateur.bench").joinpath(f"{name}.py").read_text(encoding="utf-8")
-    paragraphs = source.split('"""')[1].strip().split("\n\n")
-    return "\n\n".join(textwrap.fill(paragraph, 79) for paragraph in paragraphs)
+    return wrapped(source.split('"""')[1])
 
 
 def run(options: argparse.Namespace) -> int:
@@ -211,12 +211,12 @@ def run(options: argparse.Namespace) -> int:
     check_folder(options.out or results_folder(), PAGE, replaced=False)  # measure only what can be recorded
     if hasattr(options, "device"):
         options.device = pick_device(options.device)
-    _check_sparsity(getattr(options, "sparsity", None) or [])
+    _check_sparsity(getattr(options, "sparsity", None))
     return int(importlib.import_module(f"secateur.bench.{options.name}").run(options))
 
 
-def _check_sparsity(given: float | list[float]) -> None:
+def _check_sparsity(given: float | list[float] | None) -> None:
     for one in given if isinstance(given, list) else [given]:
-        if not 0 < one < 1:
+        if one is not None and not 0 < one < 1:
             percent = f" Write {one / 100:g} for {one:g} %." if 1 < one < 100 else ""
             raise SecateurError(f"--sparsity {one:g}: benchmarks prune a fraction between 0 and 1.{percent}")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from secateur.cli.options import add_out, import_torch
-from secateur.errors import library
+from secateur.errors import LAB_EXTRA, library
 from secateur.files import check_file, write
 
 SUMMARY = "tables and a page of finished runs, with confidence intervals over seeds"
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         write(options.json, found.to_json(record.about("compare", options, torch.device("cpu"))))
     if options.out:
-        library("matplotlib", "The page", "'secateur[lab]'")
+        library("matplotlib", "The page", LAB_EXTRA)
         from secateur.lab import plots
 
         write(options.out, plots.render(found))

@@ -15,7 +15,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from secateur.cli.options import MODELS, add_out, import_torch
+from secateur.cli.options import MODELS, add_out, check_other, import_torch
 from secateur.errors import SecateurError
 from secateur.files import check_folder, megabytes
 
@@ -47,8 +47,7 @@ def run(options: argparse.Namespace) -> int:
     import_torch()
 
     source = Path(options.model).expanduser()
-    if options.out.exists() and options.out.resolve() == source.resolve():
-        raise SecateurError(f"--out {options.out} would replace the model that is exported. Name another folder.")
+    check_other(options.out, options.model, "exported")
     done = _for_other_programs(options) if options.format not in ("packed", "dense") else _converted(options, source)
     print("\n".join(done))
     print(f"\nSaved in {options.out}")

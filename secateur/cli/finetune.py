@@ -8,7 +8,6 @@ a run that was interrupted. With several GPUs: accelerate launch -m secateur fin
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from contextlib import nullcontext
@@ -23,13 +22,15 @@ from secateur.cli.options import (
     add_out,
     add_seed,
     add_sparsity,
+    add_tracker,
+    check_other,
+    check_tracker,
     import_torch,
     positive,
     training_on_cpu,
 )
-from secateur.cli.prune import RECOMMENDED, Verdict, read_recipe
-from secateur.cli.train import TRACKERS
-from secateur.errors import ModelError, SecateurError, library
+from secateur.cli.prune import RECOMMENDED, Verdict, read_recipe, vocabulary_of
+from secateur.errors import HF_EXTRA, ModelError, SecateurError, library
 from secateur.files import check_folder, claimed
 from secateur.schedules import check_sparsity
 
@@ -70,6 +71,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"share of the dense model's predictions in the loss, the rest is the text ({ALPHA})",
     )
     parser.add_argument("--teacher", metavar="MODEL", help="the model to distill from (MODEL as it is before)")
+    _add_training(parser)
+    add_out(parser, "folder for the model, its masks and reports (finetuned-MODEL)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """The options that say how long and on what it trains."""
     parser.add_argument(
         "--lora", action="store_true", help=f"train LoRA adapters of rank {RANK} that keep the zeros, then merge them"
     )
@@ -89,12 +97,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bf16", action=argparse.BooleanOptionalAction, help="mixed precision (where a GPU supports it)"
     )
-    parser.add_argument("--tracker", choices=(*TRACKERS, "none"), help="(none)")
+    add_tracker(parser, "none")
     parser.add_argument(
         "--checkpoint-every", type=positive, default=100, metavar="STEPS", help="steps between checkpoints (100)"
     )
-    add_out(parser, "folder for the model, its masks and reports (finetuned-MODEL)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
 
 
 def _rate(text: str) -> float:
@@ -125,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
     for text in filter(None, (options.data, options.eval_data)):
         check_source(text)
     for name in ("transformers", "accelerate"):
-        library(name, "Fine-tuning", '"secateur[hf]"')
+        library(name, "Fine-tuning", HF_EXTRA)
     if options.lora:
         library("peft", "--lora", '"secateur[peft]"')
     from secateur.integrations.folder import check_free, check_model
@@ -139,8 +145,7 @@ def run(options: argparse.Namespace) -> int:
     # torchrun and accelerate start this command in every process; the first one owns the folder.
     with claimed(folder) if os.environ.get("RANK", "0") == "0" else nullcontext():
         check_free(folder, options.overwrite)
-        if folder.exists() and folder.resolve() == Path(options.model).resolve():
-            raise SecateurError(f"--out {folder} would replace the model that is fine-tuned. Name another folder.")
+        check_other(folder, options.model, "fine-tuned")
         check_folder(folder)
         return _run_in(folder, options)
 
@@ -162,9 +167,7 @@ def _check(options: argparse.Namespace) -> None:
         raise SecateurError(f"--regrow is for --how gradual: with {options.how} the zeros stay where they are.")
     if options.how == "gradual" and options.lora:
         raise SecateurError("--lora trains adapters on a pruned model. Use --how oneshot, or hold for a sparse model.")
-    tracker = options.tracker
-    if tracker not in (None, "none") and importlib.util.find_spec(tracker) is None:
-        raise SecateurError(f"--tracker {tracker}: it is not installed. pip install {tracker}, or leave it out.")
+    check_tracker(options.tracker)
 
 
 def _check_hold(options: argparse.Namespace) -> None:
@@ -281,8 +284,9 @@ def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace)
     from secateur.integrations.folder import save
     from secateur.report import text_table
 
+    vocabulary = vocabulary_of(result.model)
     found = Verdict(
-        result.measure, result.before, result.after, result.report.sparsity, _vocabulary(result), result.base, ADVICE
+        result.measure, result.before, result.after, result.report.sparsity, vocabulary, result.base, ADVICE
     )
     title = f"{options.model} fine-tuned at {result.report.sparsity:.1%} sparsity"
     lines = (str(found), *found.warnings)
@@ -307,8 +311,3 @@ def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace)
     for warning in found.warnings:
         print(f"secateur: warning: {warning}", file=sys.stderr)
     print(found)
-
-
-def _vocabulary(result: Result) -> int | None:
-    found = getattr(result.model.config, "vocab_size", None)
-    return found if isinstance(found, int) else None

@@ -115,11 +115,14 @@ def _stored(folder: Path, masks: Mapping[str, Tensor]) -> Iterator[Source]:
 def _by_file_name(model: nn.Module, masks: Mapping[str, Tensor], weights: Collection[str]) -> Mapping[str, Tensor]:
     """The masks by names in the files, split or joined like the weights there; as they are if that is not possible."""
     from secateur.inference.convert import as_in_files
+    from secateur.oneshot.batches import is_out_of_memory
 
     here = {name: mask for name, mask in masks.items() if name in weights}
     try:
         return here | as_in_files(model, {name: mask for name, mask in masks.items() if name not in here})
-    except Exception:  # conversions of transformers raise almost any type for masks of another model
+    except Exception as error:  # conversions of transformers raise almost any type for masks of another model
+        if is_out_of_memory(error):
+            raise
         return masks
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import os
 import signal
+import textwrap
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 TEXTS = "a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT], or builtin"
 MODELS = "a folder, a name on the Hugging Face hub, or smollm2"
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 MOST_SEED = 2**32 - 1
 INTERRUPTED = 130  # the exit code of a process ended by Ctrl-C
 INTERRUPTED_LINE = "secateur: interrupted"
@@ -32,6 +34,11 @@ class Verb(Protocol):
     def add_options(self, parser: argparse.ArgumentParser, /) -> None: ...
 
     def run(self, options: argparse.Namespace, /) -> int: ...
+
+
+def wrapped(text: str) -> str:
+    """Paragraphs that fit a terminal of 80 columns."""
+    return "\n\n".join(textwrap.fill(paragraph, 79) for paragraph in text.strip().split("\n\n"))
 
 
 def positive(text: str) -> int:
@@ -100,6 +107,22 @@ def add_seed(parser: argparse.ArgumentParser) -> None:
 
 def add_out(parser: argparse.ArgumentParser, text: str, **settings: Any) -> None:
     parser.add_argument("--out", type=Path, help=text, **settings)
+
+
+def check_other(out: Path, model: str, done: str) -> None:
+    """Refuse to replace the model that a verb reads; `done` is what it does to it."""
+    if out.exists() and out.resolve() == Path(model).expanduser().resolve():
+        raise SecateurError(f"--out {out} would replace the model that is {done}. Name another folder.")
+
+
+def add_tracker(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument("--tracker", choices=(*TRACKERS, "none"), help=f"({default})")
+
+
+def check_tracker(name: str | None) -> None:
+    """Refuse a tracker that is not installed."""
+    if name not in (None, "none") and importlib.util.find_spec(name) is None:
+        raise SecateurError(f"--tracker {name}: it is not installed. pip install {name}, or pass --tracker none.")
 
 
 def import_torch() -> None:

@@ -14,8 +14,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from secateur.cli.options import MODELS, TEXTS, add_device, add_out, add_sparsity, import_torch, pick_device, positive
-from secateur.errors import SaveError, SecateurError, TextError, nearest
+from secateur.cli.options import (
+    MODELS,
+    TEXTS,
+    add_device,
+    add_out,
+    add_sparsity,
+    check_other,
+    import_torch,
+    pick_device,
+    positive,
+)
+from secateur.errors import SaveError, SecateurError, TextError, library, nearest
 from secateur.files import check_folder, check_room, claimed
 from secateur.schedules import check_sparsity
 from secateur.settings import from_mapping, read_toml
@@ -89,8 +99,10 @@ def run(options: argparse.Namespace) -> int:
     from secateur.selection.tiles import parse_pattern
 
     pattern = parse_pattern(recipe["pattern"])
-    fixed = pattern is not None and pattern.sparsity is not None  # 2:4 is 50 %
-    sparsity = 0.5 if options.sparsity is None and not fixed else options.sparsity
+    fixed = None if pattern is None else pattern.sparsity  # 2:4 is 50 %
+    if fixed is not None and options.sparsity not in (None, fixed):
+        raise SecateurError(f"--pattern {recipe['pattern']} means a sparsity of {fixed:g}. Leave out --sparsity.")
+    sparsity = 0.5 if options.sparsity is None and fixed is None else options.sparsity
 
     def work(model: Any, batches: list[Any], _: Gauge) -> Outcome:
         where = {"memory": options.memory, "device": device_for(options), "progress": True}
@@ -146,13 +158,14 @@ def run_job(options: argparse.Namespace, work: Work, decides: bool = False) -> i
     folder = options.out or Path(f"pruned-{Path(options.model).name}")
     with claimed(folder):
         check_free(folder, options.overwrite)
-        if folder.exists() and folder.resolve() == Path(options.model).resolve():
-            raise SecateurError(f"--out {folder} would replace the model that is pruned. Name another folder.")
+        check_other(folder, options.model, "pruned")
         check_folder(folder)
         if options.sparsity is not None:
             check_sparsity(options.sparsity)
-        if options.eval and not options.eval.startswith(HARNESS):
-            raise SecateurError(f"--eval {options.eval} is not known. Write {HARNESS}TASK or {HARNESS}TASK,TASK.")
+        if options.eval:
+            if not options.eval.startswith(HARNESS) or options.eval == HARNESS:
+                raise SecateurError(f"--eval {options.eval} is not known. Write {HARNESS}TASK or {HARNESS}TASK,TASK.")
+            library("lm_eval", "--eval", "lm_eval")
         if options.memory and (device := pick_device(options.device)).type != "cuda":
             raise SecateurError(f"--memory limits CUDA devices and has no effect on {device}. Leave it out.")
         for source in filter(None, (options.data, options.eval_data)):
@@ -187,7 +200,7 @@ def _run_in(folder: Path, options: argparse.Namespace, work: Work, decides: bool
     outcome = work(model, task.batches(calibration, options.batch), gauge)
     after = judge("after")
     found = Verdict(
-        task.measure, before[0][1], after[0][1], outcome.sparsity, _vocabulary(model),
+        task.measure, before[0][1], after[0][1], outcome.sparsity, vocabulary_of(model),
         base="before" if sparse else "dense", already=zeros if sparse else 0.0, asked=options.sparsity,
     )  # fmt: skip
     if decides:
@@ -324,7 +337,8 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
 
 
-def _vocabulary(model: Any) -> int | None:
+def vocabulary_of(model: Any) -> int | None:
+    """The number of tokens that a model knows; None where its config does not say."""
     found = getattr(getattr(model, "config", None), "vocab_size", None)
     return found if isinstance(found, int) else None
 

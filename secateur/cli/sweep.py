@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(dry_run_cells(cells, cpu))
         return 0
-    out = options.out or Path("sweeps") / options.grid.stem
+    out, ray = options.out or Path("sweeps") / options.grid.stem, options.engine == "ray"
     kept = None
     if options.record is not None:
         check_file(options.record)
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     left = run_cells(
         cells, out, cpu=cpu, checkpoint_every=options.checkpoint_every, numbers_only=options.numbers_only,
         max_seconds=options.max_time, workers=options.workers, record=kept,
-        resources=(options.cpus or 1.0, options.gpus or 0.0) if options.engine == "ray" else None,
+        resources=(1.0 if options.cpus is None else options.cpus, options.gpus or 0.0) if ray else None,
     )  # fmt: skip
     if left:
         print(f"The time is up: {left} of {len(cells)} runs are not finished; the same command continues.")

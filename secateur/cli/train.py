@@ -16,14 +16,16 @@ from secateur.cli.options import (
     add_out,
     add_seed,
     add_sparsity,
+    add_tracker,
     add_training_device,
+    check_tracker,
     import_torch,
     positive,
     seconds,
     training_on_cpu,
 )
-from secateur.errors import SecateurError, library
-from secateur.files import check_room, write
+from secateur.errors import LAB_EXTRA, SecateurError, library
+from secateur.files import check_room, folder_name, write
 from secateur.settings import parse
 
 if TYPE_CHECKING:
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 
 SUMMARY = "train a network, pruned or dense, from a recipe or settings"
 EXAMPLE = "secateur train --set model=gpt-2x64 --score variance --sparsity 0.8 --steps 200 --out runs/small"
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 MISSING = (
     "train needs a recipe or settings: secateur train RECIPE.toml, or secateur train --set model=gpt-2x64"
     " --score variance --sparsity 0.8. secateur train --help lists the options."
@@ -62,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint-every", type=positive, default=500, metavar="STEPS", help="steps between checkpoints (500)"
     )
-    parser.add_argument("--tracker", choices=(*TRACKERS, "none"), help="(tensorboard if it is installed)")
+    add_tracker(parser, "tensorboard if it is installed")
     parser.add_argument("--dry-run", action="store_true", help="two small steps on random data; counts pruned weights")
     add_aliases(parser)
 
@@ -94,7 +95,7 @@ def _train(experiment: Experiment, on_cpu: bool, options: argparse.Namespace) ->
     from secateur.lab.checkpoint import RunFolder, check_place
     from secateur.lab.page import render_run
     from secateur.lab.run import run
-    from secateur.lab.trainer import EXTRA, Execution, ShowProgress, Trainer
+    from secateur.lab.trainer import Execution, ShowProgress, Trainer
 
     path = options.out or Path("runs") / name_of(experiment)
     check_place(path)
@@ -114,27 +115,23 @@ def _train(experiment: Experiment, on_cpu: bool, options: argparse.Namespace) ->
     if first and not folder.finished:
         print(f"Stopped after {summary['steps']} of {summary['asked_steps']} steps; the same command continues.")
     elif first:
-        library("matplotlib", "The page of a run", EXTRA)
+        library("matplotlib", "The page of a run", LAB_EXTRA)
         write(path / "report.html", render_run(path, name_of(experiment), summary))
         print(finished_line(experiment, summary, path))
     return 0
 
 
 def _tracker(wanted: str | None) -> str | None:
-    if wanted == "none":
-        return None
-    found = wanted or "tensorboard"
-    if importlib.util.find_spec(found) is not None:
-        return found
-    if wanted is not None:
-        raise SecateurError(f"--tracker {wanted}: it is not installed. pip install {wanted}, or pass --tracker none.")
-    return None
+    check_tracker(wanted)
+    if wanted is None:
+        return "tensorboard" if importlib.util.find_spec("tensorboard") is not None else None
+    return None if wanted == "none" else wanted
 
 
 def name_of(experiment: Experiment) -> str:
     """A name from the settings that are changed most often."""
     pruned = f"{experiment.score}-{experiment.pattern or f'{experiment.sparsity:g}'}" if experiment.score else "dense"
-    return f"{experiment.model}-{pruned}-seed{experiment.seed}".replace("/", "_").replace(" ", "")
+    return folder_name(f"{experiment.model}-{pruned}-seed{experiment.seed}")
 
 
 def finished_line(experiment: Experiment, summary: dict[str, Any], path: Path) -> str:

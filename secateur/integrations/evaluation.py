@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import HF_EXTRA, ModelError, SecateurError, library
+from secateur.errors import HF_EXTRA, ModelError, SecateurError, library, one_line
 from secateur.oneshot.batches import IGNORED, check_ids, device_of, is_out_of_memory, standard_loss, to_device
 
 TOKENS = "input_ids"
@@ -189,11 +189,6 @@ def _loss(model: nn.Module, answer: Any, tokens: Tensor) -> float:
     return total
 
 
-def one_line(error: Exception) -> str:
-    """The message of an error without line breaks."""
-    return " ".join(str(error).split())
-
-
 @contextmanager
 def reading(model: nn.Module) -> Iterator[None]:
     """Turns errors that a model raises on text into a ModelError of one line; lack of memory stays what it is."""
@@ -221,13 +216,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def lm_eval(
-    model: nn.Module, tokenizer: Any, tasks: Sequence[str], limit: int | None = None, batch: int = 1
-) -> dict[str, float]:
+def lm_eval(model: nn.Module, tokenizer: Any, tasks: Sequence[str], limit: int | None = None) -> dict[str, float]:
     """Results of tasks of EleutherAI's harness as {"task metric": value}, on the first `limit` questions of each."""
     harness = library("lm_eval", "Running tasks", "lm_eval")
     wrapped = library("lm_eval.models.huggingface", "Running tasks", "lm_eval").HFLM(
-        pretrained=model, tokenizer=tokenizer, batch_size=batch
+        pretrained=model, tokenizer=tokenizer, batch_size=1
     )
     with _evaluating(model):
         found = harness.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, log_samples=False)

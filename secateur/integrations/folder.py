@@ -19,7 +19,7 @@ from urllib.request import getproxies
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import HF_EXTRA, ModelError, library
+from secateur.errors import HF_EXTRA, ModelError, library, one_line
 from secateur.inference import saving
 from secateur.inference.saving import check_free
 from secateur.integrations import smollm2
@@ -160,5 +160,5 @@ def push_to_hub(
         made = api.create_repo(repo_id, private=private, exist_ok=True)
         done = api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
     except (*failures, hub.errors.HFValidationError, OSError) as error:
-        raise ModelError(f"{folder} was not uploaded to {repo_id}: {' '.join(str(error).split())}") from error
+        raise ModelError(f"{folder} was not uploaded to {repo_id}: {one_line(error)}") from error
     return str(getattr(done, "repo_url", None) or made)

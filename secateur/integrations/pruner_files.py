@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from secateur.errors import StateError, library
+from secateur.errors import HF_EXTRA, StateError, library
 from secateur.files import replacing
 from secateur.model.distributed import local, part_of, unwrap
 from secateur.model.held import check_mapping
@@ -18,21 +18,20 @@ from secateur.model.prunable import plain_name
 from secateur.pruner import Pruner
 from secateur.selection.masks import can_unpack, unpack
 
-EXTRA = '"secateur[hf]"'
 PRUNER = "pruner.safetensors"
 KIND = {"format": "pt", "secateur": "pruner"}
 
 
 def write_pruner(path: Path, state: Mapping[str, Tensor]) -> None:
     """Write a state of whole tensors (`pruner.for_checkpointing().state_dict()`): the whole file or none."""
-    files = library("safetensors.torch", "Saving a Pruner", EXTRA)
+    files = library("safetensors.torch", "Saving a Pruner", HF_EXTRA)
     with replacing(path) as temporary:
         files.save_file(dict(state), temporary, metadata=KIND)
 
 
 def read_pruner(path: Path) -> dict[str, Tensor]:
     """The state in a file that `write_pruner` wrote, or an error that names the file."""
-    files = library("safetensors", "Reading a saved Pruner", EXTRA)
+    files = library("safetensors", "Reading a saved Pruner", HF_EXTRA)
     try:
         with files.safe_open(path, framework="pt") as opened:
             kind = (opened.metadata() or {}).get("secateur")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.errors import SecateurError, TextError, library
+from secateur.errors import SecateurError, TextError, library, one_line
 from secateur.integrations.folder import offline_if_unreachable
 from secateur.integrations.pieces import BETWEEN, token_lists
 from secateur.oneshot.batches import is_out_of_memory
@@ -147,7 +147,7 @@ class DocumentStream:
         except Exception as error:  # the network and damaged files raise almost any type
             if is_out_of_memory(error):
                 raise
-            raise TextError(f"{self._name} cannot be read any further: {_line(error)}") from error
+            raise TextError(f"{self._name} cannot be read any further: {one_line(error)}") from error
 
     def _text(self, row: Mapping[str, Any]) -> str:
         """The text of a row; empty if it has none."""
@@ -162,10 +162,6 @@ class DocumentStream:
         """Where the stream is after the document it gave last."""
         state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
         return {"rows": self.rows, "empty": self.empty, "state": state}
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _rows(name: str, **how: bool) -> Any:
@@ -189,7 +185,7 @@ def _rows(name: str, **how: bool) -> Any:
         except Exception as error:  # no network, no such name or split: almost any type
             if is_out_of_memory(error):
                 raise
-            said = _line(error) if why is None else f"it is no folder and not in the cache of the hub, and {why}"
+            said = one_line(error) if why is None else f"it is no folder and not in the cache of the hub, and {why}"
             raise TextError(f"{name} cannot be read: {said}") from error
 
 

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import SaveError, SecateurError, StateError, library
+from secateur.errors import LAB_EXTRA, SaveError, SecateurError, StateError, library
 from secateur.files import check_folder, clear, locked, read_json, write
 from secateur.lab.config import Experiment
 from secateur.lab.runs import CONFIG, METRICS, SUMMARY, measure_of, read_run
 from secateur.model.distributed import like, local, unwrap, whole
+from secateur.model.held import compact
 from secateur.model.prunable import plain_name
 from secateur.oneshot.batches import is_out_of_memory
 from secateur.pruner import Pruner
@@ -32,7 +33,6 @@ from secateur.pruner import Pruner
 FORMAT = 1
 STATE = "state.json"
 CHECKPOINT, BEST = FOLDERS = ("checkpoint", "best")  # hold tensors
-EXTRA = '"secateur[lab]"'
 PICKLES = (".bin", ".ckpt", ".distcp", ".pickle", ".pkl", ".pt", ".pth")
 KINDS = {"step": int, "seconds": float, "best": float, "processes": int, "noted": int, "gradients": list}
 KINDS |= {"scale": float, "growth": int}
@@ -100,19 +100,19 @@ class Checkpoint:
         return self.folder / f"{name}-{self._owner if rank is None else rank}.safetensors"
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], rank: int | None = None) -> None:
-        files = library("safetensors.torch", "Saving checkpoints", EXTRA)
-        plain = {key: _compact(local(tensor.detach()).cpu().contiguous()) for key, tensor in tensors.items()}
+        files = library("safetensors.torch", "Saving checkpoints", LAB_EXTRA)
+        plain = compact({key: local(tensor.detach()).cpu().contiguous() for key, tensor in tensors.items()})
         try:
             files.save_file(plain, self._path(name, rank))
-        except (OSError, library("safetensors", "Saving checkpoints", EXTRA).SafetensorError) as error:
+        except (OSError, library("safetensors", "Saving checkpoints", LAB_EXTRA).SafetensorError) as error:
             raise SaveError(f"{self._path(name, rank)} cannot be written ({error}).") from error
 
     def _read(self, name: str, rank: int | None = None) -> dict[str, Tensor]:
-        files = library("safetensors.torch", "Reading checkpoints", EXTRA)
+        files = library("safetensors.torch", "Reading checkpoints", LAB_EXTRA)
         try:
             found: dict[str, Tensor] = files.load_file(self._path(name, rank))
             return found
-        except (OSError, library("safetensors", "Reading checkpoints", EXTRA).SafetensorError) as error:
+        except (OSError, library("safetensors", "Reading checkpoints", LAB_EXTRA).SafetensorError) as error:
             raise damaged(self._path(name, rank), str(error)) from error
 
     @contextmanager
@@ -167,7 +167,7 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
 
 def check_tensors(path: Path) -> None:
     """Raise if a safetensors file is missing, truncated or not one; reads only its header."""
-    library("safetensors", "Reading weights", EXTRA)
+    library("safetensors", "Reading weights", LAB_EXTRA)
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -175,11 +175,6 @@ def check_tensors(path: Path) -> None:
             pass
     except (OSError, SafetensorError) as error:
         raise damaged(path, str(error)) from error
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """The tensor, copied if it is a view of a larger storage, all of which would be saved."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

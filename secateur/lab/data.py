@@ -149,7 +149,7 @@ def file_tokens(path: str, name: str) -> Tokens:
     if size is not None and (type(size) is not int or size < 1):
         raise DataError(f"{folder / 'meta.json'} says vocabulary {size!r}; it must be a whole number of at least 1.")
     dtype = meta.get("dtype", "uint16")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise DataError(f"{folder / 'meta.json'} says dtype {dtype!r}; {' and '.join(DTYPES)} are known.")
     if dtype == "uint16" and (size or 0) > 1 << 16:
         raise DataError(

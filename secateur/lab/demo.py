@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import library
+from secateur.errors import DEMO_EXTRA, library
 from secateur.files import write
 from secateur.integrations.text import VOCABULARY, standard_library
 from secateur.lab.config import Experiment
@@ -27,7 +27,6 @@ from secateur.pruner import Pruner
 from secateur.report import Report, heat_map, html_table, text_table
 from secateur.selection.exact import CHUNK
 
-EXTRA = "'secateur[demo]'"
 DENSE = Experiment(
     model="gpt-4x128x4", data="python", context=64, steps=450, batch=20, lr=3e-3, warmup=40, beta2=0.99,
     evaluate_every=25, evaluation=128,
@@ -142,7 +141,7 @@ def generate(model: nn.Module, prompt: str, context: int, count: int, seed: int 
 def demo(out: Path, steps: int | None = None) -> list[Run]:
     """Train the three networks, print the table to stdout (progress goes to stderr), write the page."""
     for name in ("accelerate", "matplotlib", "psutil"):
-        library(name, "The demo", EXTRA)  # now, not after minutes of training
+        library(name, "The demo", DEMO_EXTRA)  # now, not after minutes of training
     began = time.perf_counter()
     dense = DENSE if steps is None else replace(DENSE, steps=steps)
     experiments = [dense, *(replace(dense, score=score, sparsity=SPARSITY, **RAMP) for score in SCORES)]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from secateur.errors import DataError, SecateurError, library
+from secateur.errors import LAB_EXTRA, DataError, SecateurError, library
 from secateur.files import existing_folder
 from secateur.integrations.pieces import BETWEEN, byte_lists, token_lists
 
@@ -36,7 +36,7 @@ def read_tokenizer(name: str) -> Any:
     """A tokenizer of the library `tokenizers`; None for bytes."""
     if name == "byte":
         return None
-    tokenizers = library("tokenizers", f"The tokenizer {name}", "'secateur[lab]'")
+    tokenizers = library("tokenizers", f"The tokenizer {name}", LAB_EXTRA)
     if name.startswith(GPT2):
         return _gpt2(tokenizers, existing_folder(name.removeprefix(GPT2)))
     path = Path(name).expanduser()
@@ -169,7 +169,7 @@ _worker: tuple[Any, Encoding] | None = None  # of a worker process: its tokenize
 def _from_text(tokenizer: str | None) -> Any:
     if tokenizer is None:
         return None
-    return library("tokenizers", "A tokenizer", "'secateur[lab]'").Tokenizer.from_str(tokenizer)
+    return library("tokenizers", "A tokenizer", LAB_EXTRA).Tokenizer.from_str(tokenizer)
 
 
 def _begin_worker(encoding: Encoding) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.errors import DataError, library
+from secateur.errors import LAB_EXTRA, DataError, library
 from secateur.files import existing_folder, read_json, sole_folder
 
 SLICES, SLICE = 64, 1 << 16  # a fingerprint reads this many slices of a tensor, each of this many elements
@@ -37,7 +37,6 @@ ARRAYS = {  # every name in a pickled numpy array, before numpy 2 and since
     *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
     *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
 }
-EXTRA = "'secateur[lab]'"
 Labelled = tuple[Tensor, Tensor]  # images and their classes
 
 
@@ -153,7 +152,7 @@ def _mean_and_std(pixels: Tensor) -> tuple[float, float]:
 
 def digits(name: str) -> Images:
     """The 8x8 handwritten digits that come with scikit-learn."""
-    datasets = library("sklearn.datasets", f"Reading {name}", "'secateur[lab]'")
+    datasets = library("sklearn.datasets", f"Reading {name}", LAB_EXTRA)
     found = datasets.load_digits()
     inputs = torch.from_numpy(found.images).to(torch.uint8)[:, None]
     targets = torch.from_numpy(found.target).long()
@@ -197,6 +196,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     if raw[:4] != magic:
         raise DataError(
             f"{path} starts with {raw[:4].hex() or 'nothing'}; an idx file of this kind with {magic.hex()}."
+            " Fetch it again."
         )
     if len(raw) < header:
         raise DataError(f"{path} is truncated within its header. Fetch it again.")
@@ -278,7 +278,7 @@ def _latin(text: str, encoding: str) -> bytes:
 
 def read_batch(path: Path, key: str) -> Labelled:
     """The images and labels of one pickled batch."""
-    numpy = library("numpy", f"Reading {path.name}", EXTRA)
+    numpy = library("numpy", f"Reading {path.name}", LAB_EXTRA)
     try:
         with path.open("rb") as file:
             found = _ArraysOnly(file, encoding="bytes").load()
@@ -295,12 +295,12 @@ def _archive(folder: Path, classes: int) -> tuple[Labelled, Labelled] | None:
         return None
     if len(found) > 1:
         raise DataError(f"{folder} holds {len(found)} .npz files: {', '.join(map(str, found[:4]))}. Keep one of them.")
-    numpy = library("numpy", f"Reading {found[0].name}", EXTRA)
+    numpy = library("numpy", f"Reading {found[0].name}", LAB_EXTRA)
     try:
         with found[0].open("rb") as file, numpy.load(file, allow_pickle=False) as opened:
             train, train_labels, test, test_labels = (opened[name] for name in ARCHIVED)
     except (KeyError, OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{found[0]} is not an archive of {', '.join(ARCHIVED)}: {error}.") from error
+        raise DataError(f"{found[0]} is not an archive of {', '.join(ARCHIVED)}: {error}. Fetch it again.") from error
     return tuple(  # type: ignore[return-value]
         (_images(numpy, inputs, found[0]), torch.from_numpy(labels.reshape(-1).astype("int64")))
         for inputs, labels in ((train, train_labels), (test, test_labels))
@@ -320,7 +320,7 @@ def _images(numpy: Any, data: Any, path: Path) -> Tensor:
 
 def read_picture(path: Path) -> Tensor:
     """A PNG with one image in each row of pixels, channels last."""
-    pillow = library("PIL.Image", f"Reading {path.name}", EXTRA)
+    pillow = library("PIL.Image", f"Reading {path.name}", LAB_EXTRA)
     try:
         with pillow.open(path) as picture:
             mode, (width, height), raw = picture.mode, picture.size, bytearray(picture.tobytes())

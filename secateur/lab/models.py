@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secateur.errors import ModelError, library, nearest
+from secateur.errors import HF_EXTRA, ModelError, library, nearest
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def language_model(name: str, vocabulary: int, context: int, most_layers: int = 
                 " gpt-4x128x4 (layers, width, heads)."
             )
         return GPT(GPTShape(vocabulary, context, min(layers, most_layers), width, heads))
-    transformers = library("transformers", f"Model {name}", '"secateur[hf]"')
+    transformers = library("transformers", f"Model {name}", HF_EXTRA)
     layers, width, heads = GPT2[name]
     config: Any = transformers.GPT2Config(
         vocab_size=vocabulary, n_positions=context, n_layer=min(layers, most_layers), n_embd=width, n_head=heads,

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import library
+from secateur.errors import DEMO_EXTRA, library
 from secateur.model.prunable import plain_name
 
-EXTRA = "'secateur[demo]'"
 BUSY = 0.25  # the machine is busy if other processes use more than this fraction of its CPUs
 LOAD_SECONDS = 0.5  # for which the load is sampled before the demo
 PARTS = ("data", "forward", "backward", "optimizer", "masks")
@@ -76,7 +75,7 @@ class LoadMeter:
 
 def _idle_seconds() -> list[float]:
     """Seconds each CPU was idle since the system started; only CPUs that this process may use."""
-    psutil = library("psutil", "Measuring the CPU load", EXTRA)
+    psutil = library("psutil", "Measuring the CPU load", DEMO_EXTRA)
     found = [times.idle + getattr(times, "iowait", 0.0) for times in psutil.cpu_times(percpu=True)]
     if hasattr(os, "sched_getaffinity"):  # Linux, where a container or taskset may allow some CPUs only
         allowed = os.sched_getaffinity(0)
@@ -183,7 +182,7 @@ class Monitor:
         if self._device.type == "cuda":
             now = torch.cuda.max_memory_allocated(self._device)
         else:
-            now = library("psutil", "Measuring the memory", EXTRA).Process().memory_info().rss
+            now = library("psutil", "Measuring the memory", DEMO_EXTRA).Process().memory_info().rss
         self.peak_bytes = max(self.peak_bytes, int(now))
 
     def means(self) -> dict[str, float]:
@@ -196,7 +195,7 @@ def nvml_reader(device: torch.device) -> tuple[Callable[[], dict[str, float]] | 
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        return None, "pynvml is not installed: pip install nvidia-ml-py, or 'secateur[gpu]'"
+        return None, 'pynvml is not installed: pip install nvidia-ml-py, or "secateur[gpu]"'
     try:
         nvml.nvmlInit()
         # By UUID: NVML counts all GPUs, and torch only those that CUDA_VISIBLE_DEVICES names.

@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from secateur.errors import library
+from secateur.errors import DEMO_EXTRA, library
 from secateur.lab.monitor import CpuLoad, gradient_lines
 from secateur.lab.runs import METRICS
 from secateur.report import heat_map, html_page, html_table
 
-EXTRA = "'secateur[demo]'"
 WIDTH = 4.3  # inches of a figure whose labels stay legible on a phone, where it is scaled down least
 LEGEND_LETTERS = 60  # that fit beside each other below a figure
 COLUMN = "display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min({}px,100%),1fr))"  # least width
@@ -33,8 +32,8 @@ Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
 def figure(draw: Draw, *, width: float = 6.0, height: float = 3.4) -> str:
     """An SVG of what `draw(axes)` draws, without the XML header that HTML does not allow."""
-    matplotlib = library("matplotlib", "The page", EXTRA)
-    canvas = library("matplotlib.figure", "The page", EXTRA).Figure(figsize=(width, height), layout="constrained")
+    matplotlib = library("matplotlib", "The page", DEMO_EXTRA)
+    canvas = library("matplotlib.figure", "The page", DEMO_EXTRA).Figure(figsize=(width, height), layout="constrained")
     axes = canvas.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
@@ -52,8 +51,8 @@ def legend_columns(labels: Sequence[str], letters: int) -> int:
     return min(len(labels), max(1, letters // (max(map(len, labels)) + 6)))
 
 
-def layer_bars(names: Sequence[str], groups: Sequence[Bars], height: float, whole: float | None = None) -> str:
-    """A group of bars for every layer, and a dotted line at the sparsity of the whole model."""
+def layer_bars(names: Sequence[str], groups: Sequence[Bars], height: float) -> str:
+    """A group of bars for every layer."""
 
     def draw(axes: Any) -> None:
         thick = 0.8 / len(groups)
@@ -61,8 +60,6 @@ def layer_bars(names: Sequence[str], groups: Sequence[Bars], height: float, whol
             places = [place + number * thick - 0.4 + thick / 2 for place in range(len(names))]
             axes.barh(places, values, thick, color=colour, label=label)
         axes.set(yticks=range(len(names)), yticklabels=names, xlim=(0, 1), xlabel="fraction of weights pruned")
-        if whole is not None:
-            axes.axvline(whole, color="#111827", linewidth=0.8, linestyle=":")
         axes.set_ylim(len(names) - 0.5, -0.5)  # the first layer on top
         axes.grid(visible=False)
         columns = legend_columns([label for label, _, _ in groups], 52)
@@ -71,11 +68,10 @@ def layer_bars(names: Sequence[str], groups: Sequence[Bars], height: float, whol
     return figure(draw, height=height)
 
 
-def block(title: str, text: str, content: str, *, tall: bool = False) -> str:
-    """A figure with its heading and a sentence; `content` is HTML. A tall one takes the whole width of the page."""
-    place = ' class="full"' if tall else ""
+def block(title: str, text: str, content: str) -> str:
+    """A figure with its heading and a sentence; `content` is HTML."""
     said = f"<p>{html.escape(text)}</p>" if text else ""
-    return f"<figure{place}><h2>{html.escape(title)}</h2>{said}{content}</figure>"
+    return f"<figure><h2>{html.escape(title)}</h2>{said}{content}</figure>"
 
 
 def warning_box(text: str | None) -> str:

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from secateur.errors import SaveError, library
+from secateur.errors import LAB_EXTRA, SaveError, library
 from secateur.files import appearing
 from secateur.lab.checkpoint import BEST, GPU, GRADIENT, WEIGHTS, RunFolder
 from secateur.lab.data import Tokens
 from secateur.lab.monitor import LoadMeter, Monitor, OneWeight, means_of
 from secateur.lab.record import commit, hardware, versions
-from secateur.lab.trainer import EXTRA, Callback, Trainer
+from secateur.lab.trainer import Callback, Trainer
 from secateur.model.prunable import plain_name
 
 
@@ -65,7 +65,7 @@ def _run(trainer: Trainer, folder: RunFolder) -> dict[str, Any]:
 
 def _of_all_processes(trainer: Trainer, monitor: Monitor) -> tuple[list[dict[str, float]], list[int]]:
     """The samples of every process's GPU, and the most memory each process used."""
-    gather = library("accelerate.utils", "Training", EXTRA).gather_object
+    gather = library("accelerate.utils", "Training", LAB_EXTRA).gather_object
     mine = trainer.accelerator.process_index
     return gather([{"gpu": mine, **sample} for sample in monitor.samples]), gather([monitor.peak_bytes])
 
@@ -109,7 +109,7 @@ class Recorder(Callback):
         trainer.progress.best = loss
         state = trainer.accelerator.get_state_dict(trainer.model)
         if trainer.accelerator.is_main_process:
-            save_file = library("safetensors.torch", "Saving weights", EXTRA).save_file
+            save_file = library("safetensors.torch", "Saving weights", LAB_EXTRA).save_file
             with appearing(self._folder.path / BEST) as fresh:
                 whole = {plain_name(name): tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
                 save_file(whole, str(fresh / WEIGHTS), {"step": str(trainer.progress.step)})
@@ -135,7 +135,7 @@ def summarize(trainer: Trainer, found: dict[str, float]) -> dict[str, Any]:
         "layers": [{"name": row.name, "numel": row.numel, "sparsity": row.sparsity} for row in layers],
         "processes": trainer.accelerator.num_processes,
         "micro_batch": trainer.micro_batch,
-        "versions": versions() | {"accelerate": library("accelerate", "Training", EXTRA).__version__},
+        "versions": versions() | {"accelerate": library("accelerate", "Training", LAB_EXTRA).__version__},
         "commit": commit(),
         "hardware": hardware(trainer.accelerator.device),
         "budget": trainer.experiment.budget,

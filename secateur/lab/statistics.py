@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from secateur.errors import library
+from secateur.errors import LAB_EXTRA, library
 
 CONFIDENCE = 0.95
 OUTLIER = 10.0  # times the median row's sum of squares; with three seeds, chance exceeds it in one row of a thousand
@@ -120,7 +120,7 @@ def _vanishes(deviation: float, values: Sequence[float]) -> bool:
 
 def student(freedom: int, confidence: float = CONFIDENCE) -> float:
     """Half the width of a confidence interval in standard errors, by Student's t."""
-    special = library("scipy.special", "A confidence interval", "'secateur[lab]'")
+    special = library("scipy.special", "A confidence interval", LAB_EXTRA)
     return float(special.stdtrit(freedom, 0.5 + confidence / 2))
 
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from secateur.errors import SecateurError, library, nearest
-from secateur.files import check_folder, check_room, write
+from secateur.errors import SecateurError, library, nearest, one_line
+from secateur.files import check_folder, check_room, folder_name, write
 from secateur.lab.checkpoint import RunFolder, check_place
 from secateur.lab.compare import compare
 from secateur.lab.config import DEFAULTS, Experiment, merge, without_idle
@@ -97,8 +97,7 @@ def _cell(path: Path, layers: Sequence[Mapping[str, Any]], chosen: dict[str, Any
         sources = [{name: value for name, value in source.items() if name != "preset"} for source in sources]
     settings = without_idle(merge(*(checked(Experiment, source, str(path)) for source in sources)))
     parts = [f"{name}={shown(value)}" for name, value in named.items() if name in settings]
-    name = "-".join(parts).replace("/", "_").replace(" ", "")
-    return Cell(name, from_mapping(Experiment, settings, str(path))), settings
+    return Cell(folder_name("-".join(parts)), from_mapping(Experiment, settings, str(path))), settings
 
 
 def _check_read(path: Path, given: Mapping[str, Any], read: set[str]) -> None:
@@ -114,11 +113,13 @@ def _read(path: Path, changes: Mapping[str, Any]) -> tuple[list[dict[str, Any]],
     for table in found:
         if table not in TABLES:
             raise SecateurError(f"{path} has a table [{table}].{nearest(table, TABLES)} Use [base] and [axes].")
-    base, blocks = dict(found.get("base", {})), found.get("axes", [])
-    blocks = [blocks] if isinstance(blocks, dict) else list(blocks)
+    base, blocks = found.get("base", {}), found.get("axes", [])
+    if not isinstance(base, dict):
+        raise SecateurError(f"{path}: base must be a table [base] with settings; got {base!r}.")
+    base, blocks = dict(base), blocks if isinstance(blocks, list) else [blocks]
     if not any(blocks):
         raise SecateurError(f"{path} has no [axes], so there is one run only: use `secateur train`.")
-    recipe = read_toml(path.parent / base.pop("recipe")) if "recipe" in base else {}
+    recipe = read_toml(path.parent / str(base.pop("recipe"))) if "recipe" in base else {}
     for name in changes:
         if any(name in axes for axes in blocks if isinstance(axes, dict)):
             raise SecateurError(f"--set {name}: {path} has it in [axes]. Change the grid.")
@@ -214,14 +215,8 @@ def run_cells(
     todo = [cell for cell in cells if cell not in known]
     said = f", {len(known)} of them in the record already" if known else ""
     print(f"secateur: {len(cells)} runs{said}, in {out}", file=sys.stderr)
-    jobs = [
-        Job(
-            cell.name,
-            out / cell.name,
-            (asdict(cell.experiment), str(out / cell.name), cpu, checkpoint_every, numbers_only, until),
-        )
-        for cell in todo
-    ]
+    how = cpu, checkpoint_every, numbers_only, until
+    jobs = [Job(cell.name, out / cell.name, (asdict(cell.experiment), str(out / cell.name), *how)) for cell in todo]
     outcomes = Outcomes(len(jobs), lambda: record.write(cells) if record is not None else None)
     if resources is not None:
         on_ray(jobs, run_cell, outcomes, *resources)
@@ -258,7 +253,7 @@ def dry_run_cells(cells: Sequence[Cell], cpu: bool) -> str:
         except SecateurError as error:
             failed.append(f"{name}: {error}")
     if failed:
-        raise SecateurError(f"{len(failed)} of {len(alone)} runs cannot be: {' '.join(failed[:3])}")
+        raise SecateurError(f"{len(failed)} of {len(alone)} runs would fail: {' '.join(failed[:3])}")
     steps = sum(cell.experiment.steps_taken for cell in cells)
     seen = sum(cell.experiment.steps_taken * cell.experiment.step_size for cell in cells)
     return "\n".join([*lines, f"{len(cells)} runs, {steps:,} steps, {seen:,} tokens or images in all"])
@@ -314,7 +309,7 @@ class Outcomes:
 
 def reason(error: BaseException, folder: Path) -> str:
     """An error in one line. An unexpected one is written to the folder of its run with its traceback."""
-    line = " ".join(str(error).split()) or type(error).__name__
+    line = one_line(error)
     if isinstance(error, SecateurError | OSError):
         return line
     if folder.is_dir():

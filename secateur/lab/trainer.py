@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secateur.errors import SecateurError, library
+from secateur.errors import LAB_EXTRA, SecateurError, library
 from secateur.files import PAGE, appearing
 from secateur.lab.checkpoint import CHECKPOINT, Checkpoint, Progress, RunFolder
-from secateur.lab.config import OPTIMIZERS, Experiment, read_experiment, without_idle
+from secateur.lab.config import OPTIMIZERS, Experiment, without_idle
 from secateur.lab.data import Images, Tokens, load
 from secateur.lab.models import image_model, is_language_model, language_model, predict, seeded, size_of
 from secateur.lab.monitor import Stopwatch
@@ -30,8 +30,6 @@ from secateur.model.held import rounding
 from secateur.model.prunable import find_prunable, unfit_for
 from secateur.progress import ProgressBar
 from secateur.selection.tiles import parse_pattern
-
-EXTRA = '"secateur[lab]"'
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Trainer:
         data: Tokens | Images | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        accelerate = library("accelerate", "Training", EXTRA)
+        accelerate = library("accelerate", "Training", LAB_EXTRA)
         self.experiment, self.execution = experiment, execution
         self.callbacks = list(callbacks)
         self.data = load(experiment.data) if data is None else data
@@ -289,7 +287,7 @@ class Trainer:
 
     def save(self, folder: RunFolder) -> None:
         """Replace the checkpoint atomically."""
-        utils = library("accelerate.utils", "Training", EXTRA)
+        utils = library("accelerate.utils", "Training", LAB_EXTRA)
         if self.scaler is not None:
             state = self.scaler.state_dict()
             self.progress.scale, self.progress.growth = state["scale"], state["_growth_tracker"]
@@ -447,7 +445,7 @@ def _depth(experiment: Experiment, data: Tokens | Images, cpu: bool) -> tuple[in
     weights = 12 * layers * width**2 + (data.vocabulary + experiment.context) * width
     needed = 4 * weights * (2 + OPTIMIZERS[experiment.optimizer].states)  # weights, gradients, state of the optimizer
     if cpu or not torch.cuda.is_available():
-        free = library("psutil", "Measuring the memory", EXTRA).virtual_memory().available
+        free = library("psutil", "Measuring the memory", LAB_EXTRA).virtual_memory().available
     else:
         free = torch.cuda.mem_get_info()[0]
     if 2 * needed <= free:
@@ -476,19 +474,3 @@ def random_data(experiment: Experiment, context: int) -> Tokens | Images:
     targets = torch.randint(0, classes, (4,), generator=generator)
     half = (0.5,) * channels
     return Images(inputs, targets, inputs, targets, classes, half, half, "random images", False)
-
-
-def main(folder: Path) -> int:
-    """Dry-run every recipe in a folder; returns the exit code."""
-    recipes = sorted(folder.glob("*.toml"))
-    for recipe in recipes:
-        try:
-            print(f"{recipe.stem}: {dry_run(read_experiment(recipe, {}))}", flush=True)
-        except SecateurError as error:
-            print(f"{recipe.stem}: {error}", file=sys.stderr)
-            return 1
-    return 0 if recipes else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

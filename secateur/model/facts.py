@@ -207,7 +207,7 @@ class Facts:
     def _check_zeroed(self) -> None:
         """Refuse state that cannot be written, and warn about codes of unknown meaning."""
         for prunable in self.prunables:
-            optimizer, state, _ = self._own(prunable)
+            optimizer, state, meant = self._own(prunable)
             shaped = {k: t for k, t in state.items() if isinstance(t, Tensor) and t.shape == prunable.parameter.shape}
             plain, coded = self.members(prunable)
             opaque = [k for k, t in plain.items() if hasattr(t, "__tensor_flatten__")]
@@ -217,11 +217,7 @@ class Facts:
                     f" {type(local(shaped[opaque[0]])).__name__}, which has no dequantize(), so it can neither be read"
                     " nor zeroed for pruned weights. Use an optimizer that keeps its state as plain tensors."
                 )
-            unknown = [
-                key
-                for key, t in shaped.items()
-                if not t.is_floating_point() and self._means(prunable, key) not in coded
-            ]
+            unknown = [k for k, t in shaped.items() if not t.is_floating_point() and meant.get(k, k) not in coded]
             if unknown:
                 kind = f"{type(optimizer).__name__} keeps {', '.join(map(repr, unknown))} as {shaped[unknown[0]].dtype}"
                 warnings.warn(
@@ -231,9 +227,6 @@ class Facts:
                     stacklevel=4,
                 )
                 return
-
-    def _means(self, prunable: Prunable, key: str) -> str:
-        return self._own(prunable)[2].get(key, key)
 
     def of(self, prunable: Prunable) -> dict[str, Any]:
         """The facts the score reads about this tensor, or an error with what is missing and which scores would work."""

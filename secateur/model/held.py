@@ -235,6 +235,11 @@ def restore_facts(state: Mapping[str, Tensor], prunables: Sequence[Prunable], fa
                 tensors[prunable.name].copy_(part_of(saved, prunable.parameter))
 
 
+def compact(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """These tensors, copied if they are part of a larger storage, which would be saved with them."""
+    return {k: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for k, t in tensors.items()}
+
+
 def encoded(settings: Mapping[str, Any]) -> Tensor:
     """Settings as JSON in a zero-padded uint8 tensor; long values are replaced by their beginning and a hash."""
     short = {name: _shortened(value) for name, value in settings.items()}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from secateur import kernels
 from secateur.errors import HF_EXTRA, StateError, library, nearest
 from secateur.model.distributed import local, part_of, unwrap, whole
-from secateur.model.held import Held
+from secateur.model.held import Held, compact
 from secateur.model.prunable import LeftOut, Prunable, find_prunable, parameters_in, plain_name
 from secateur.selection.masks import as_bool, can_unpack, pack, unpack
 
@@ -222,17 +222,12 @@ class WholeState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The Pruner's state, the same plain CPU tensors on every rank; all ranks must call it."""
-        state = {name: whole(tensor).cpu().contiguous() for name, tensor in self._pruner.state_dict().items()}
-        return {name: _compact(tensor) for name, tensor in state.items()}
+        state = self._pruner.state_dict()
+        return compact({name: whole(tensor).cpu().contiguous() for name, tensor in state.items()})
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Load such a state at any world size; see `Pruner.load_state_dict`."""
         self._pruner.load_state_dict(state, strict)
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """The tensor, copied if it is part of a larger storage, which would be saved with it."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 # Files

@@ -248,7 +248,8 @@ def usable_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # a torch built without CUDA asserts
         if is_out_of_memory(error):
             raise
-        raise ModelError(f"Device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ModelError(f"Device {str(device)!r} cannot be used here: {reason}. Use another, such as cpu.") from error
     return found
 
 

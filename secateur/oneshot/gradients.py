@@ -129,14 +129,13 @@ class GradientStatistics:
         sites: Sequence[Prunable],
         wanted: Collection[str],
         batches: int,
-        plan: MemoryPlan | None = None,
+        plan: MemoryPlan,
         ranks: Ranks = SOLO,
     ) -> None:
         self._sites, self._share, self._ranks = sites, 1 / batches, ranks
         self._numbers = {id(site.parameter): number for number, site in enumerate(sites)}
         self._pending: list[tuple[int, Tensor]] = []  # this rank's gradients of one batch, in order of arrival
         names = [name for name in GRADIENT_FACTS if name in wanted]
-        plan = plan or MemoryPlan()
         room = plan.on_device
         self.facts: dict[str, dict[str, Tensor]] = {}
         for site in sites:

@@ -92,7 +92,7 @@ class Probe:
         return self._facts
 
     @torch.no_grad()
-    def kept_at(self, sparsity: float, refresh: bool = False, anew: bool = False) -> list[Tensor]:
+    def kept_at(self, sparsity: float, refresh: bool, anew: bool = False) -> list[Tensor]:
         """Flat masks of the weights that the score alone would keep at this sparsity. Pruned weights stay pruned unless
         `anew`."""
         facts = self.facts(refresh)
@@ -102,7 +102,7 @@ class Probe:
             targets = self.calibrated.targets(self.score, facts, sparsity, self._select.together, anew)
             return self._select(targets, sparsity, self.calibrated.held.packed).masks
 
-    def candidates(self, sparsity: float, refresh: bool = False) -> list[Tensor]:
+    def candidates(self, sparsity: float, refresh: bool) -> list[Tensor]:
         """Flat masks of the unpruned weights that the score would prune."""
         held, found = self.calibrated.held, []
         for number, mask in enumerate(self.kept_at(sparsity, refresh)):
