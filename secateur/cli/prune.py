@@ -210,7 +210,7 @@ def _finish(
     title = f"{options.model} pruned to {outcome.sparsity:.1%}"
     texts = {"report.md": f"# {title}\n\n{found}\n\n{outcome.to_markdown()}\n", "report.json": outcome.to_json() + "\n"}
     card = model_card(folder.name, model, report=outcome, command=options.invocation)
-    texts |= {"report.html": render(title, outcome), CARD: card}
+    texts |= {"report.html": render(title, outcome, str(found), found.warnings), CARD: card}
     print(outcome)  # before it is saved: should that fail, the figures are not lost
     _save(model, tokenizer, folder, outcome, texts, options.overwrite)
     print(f"\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html, README.md")
@@ -321,7 +321,7 @@ class Verdict:
 
 
 def _short(value: float) -> str:
-    return f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
+    return f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:#.3g}".rstrip(".")
 
 
 def _vocabulary(model: Any) -> int | None:
