@@ -292,6 +292,7 @@ footer { color: #6b7280; font-size: .85rem; margin-top: 2rem; }
 }
 """
 LONG = 20  # characters of a name that may be broken
+BREAKS = r"\.(?=[A-Za-z_*]|\d+\.)"  # dots between the parts of a name, not those of a number
 COLUMNS = 16  # of a heat map; models with more kinds of weights show the mean of those that differ in a number
 PALE, DARK = (239, 246, 255), (30, 58, 138)  # RGB
 
@@ -316,10 +317,8 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _breakable(cell: str) -> str:
     """A cell as HTML: lines break after dots of a long dotted name, and never between a number and a short unit."""
-    escaped = html.escape(cell)
-    if " " in cell:
-        return re.sub(r"(?<=\d) (?=[A-Za-z%]{1,3}\b|%)", "\N{NBSP}", escaped)
-    return re.sub(r"\.(?=[A-Za-z_]|\d+\.)", ".<wbr>", escaped) if len(cell) > LONG else escaped
+    words = [re.sub(BREAKS, ".<wbr>", word) if len(word) > LONG else word for word in html.escape(cell).split(" ")]
+    return re.sub(r"(?<=\d) (?=[A-Za-z%]{1,3}\b|%)", "\N{NBSP}", " ".join(words))
 
 
 def heat_map(rows: Sequence[tuple[str, float]], limits: tuple[float, float] | None = None) -> str:

@@ -462,6 +462,10 @@ def test_inspecting_a_folder(saved: Path, tmp_path: Path, capsys: pytest.Capture
     page = (tmp_path / "zeros.html").read_text()
     assert page.count(' title="') >= 28
     assert "% of the weights are zero</h1>" in page
+    assert "<td>4 layers alike: model.<wbr>layers.<wbr>*.<wbr>mlp.<wbr>up_proj.<wbr>weight</td>" in page
+    assert page.index("Every tensor") < page.index(
+        "<td>model.<wbr>layers.<wbr>3.<wbr>mlp.<wbr>up_proj.<wbr>weight</td>"
+    )
 
 
 def test_inspecting_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
