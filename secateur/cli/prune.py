@@ -104,14 +104,17 @@ def run(options: argparse.Namespace) -> int:
 
 def add_shared(parser: argparse.ArgumentParser) -> None:
     """The options of `secateur prune` and `secateur probe`."""
+    context, calibration, evaluation, batch = (
+        f"({gpu} on a GPU, {cpu} on a CPU)" for gpu, cpu in zip(GPU, CPU, strict=True)
+    )
     parser.add_argument("model", help=MODELS)
     add_sparsity(parser, "0.5")
     parser.add_argument("--data", default="builtin", help=f"text to calibrate on: {TEXTS} (builtin)")
     parser.add_argument("--eval-data", help="text to evaluate on (what follows the calibration text in --data)")
-    parser.add_argument("--context", type=positive, help="tokens in a window")
-    parser.add_argument("--calibration", type=positive, metavar="N", help="windows to calibrate on")
-    parser.add_argument("--evaluation", type=positive, metavar="N", help="windows to evaluate on")
-    parser.add_argument("--batch", type=positive, help="windows at a time (8 on a GPU, 1 on a CPU)")
+    parser.add_argument("--context", type=positive, help=f"tokens in a window {context}")
+    parser.add_argument("--calibration", type=positive, metavar="N", help=f"windows to calibrate on {calibration}")
+    parser.add_argument("--evaluation", type=positive, metavar="N", help=f"windows to evaluate on {evaluation}")
+    parser.add_argument("--batch", type=positive, help=f"windows at a time {batch}")
     parser.add_argument("--memory", help="limit of GPU memory, such as 24GB (all that is free)")
     parser.add_argument("--skip", nargs="+", default=[], metavar="GLOB", help="parameters or modules to leave dense")
     parser.add_argument("--only", nargs="+", metavar="GLOB", help="prune only these")
