@@ -165,7 +165,8 @@ class Report:
             reasons.setdefault(f"{what}, {reason}", []).append((name, numel))
         for reason, members in reasons.items():
             shown = ", ".join(name for name, _ in members[:3]) + (", ..." if len(members) > 3 else "")
-            notes.append(f"{reason}: {len(members)} tensors, {sum(n for _, n in members):,} weights ({shown})")
+            number = "1 tensor" if len(members) == 1 else f"{len(members)} tensors"
+            notes.append(f"{reason}: {number}, {sum(n for _, n in members):,} weights ({shown})")
         return notes
 
 
@@ -268,16 +269,19 @@ main { max-width: 1080px; margin: 0 auto; padding: 2rem 1.25rem 3rem; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .5rem; } h2 { font-size: 1.1rem; margin: 1.5rem 0 .25rem; }
 p { margin: .25rem 0 .75rem; color: #4b5563; max-width: 72ch; }
 img, svg { max-width: 100%; height: auto; }
-.wide { overflow-x: auto; overflow-wrap: normal; margin: .5rem 0; }
-table { border-collapse: collapse; background: #fff; }
-.wide > table { min-width: 60%; }
+.wide { overflow-x: auto; overflow-wrap: normal; margin: .5rem 0; width: fit-content; max-width: 100%;
+  background: linear-gradient(90deg, #fff 1rem, #fff0) left/2rem 100% no-repeat local,
+    linear-gradient(270deg, #fff 1rem, #fff0) right/2rem 100% no-repeat local,
+    linear-gradient(90deg, #0003, #0000) left/.6rem 100% no-repeat scroll,
+    linear-gradient(270deg, #0003, #0000) right/.6rem 100% no-repeat scroll, #fff; } /* shadows: there is more */
+table { border-collapse: collapse; }
 th, td { padding: .4rem .6rem; text-align: right; border-bottom: 1px solid #e5e7eb;
   font-variant-numeric: tabular-nums; }
 th { font-weight: 600; color: #374151; } th:first-child, td:first-child { text-align: left; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 1rem; }
 .figures { align-items: start; margin-top: 1.5rem; }
 figure { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; margin: 0; padding: 1rem; min-width: 0; }
-figure h2 { margin-top: 0; }
+figure.full { grid-column: 1 / -1; } figure h2 { margin-top: 0; } figure .figures { margin-top: .75rem; }
 figure > svg { width: 100%; display: block; }
 .warning { background: #fef3c7; border-left: 4px solid #d97706; color: #78350f; padding: .5rem .75rem; }
 pre { background: #f3f4f6; padding: .6rem; margin: 0; font-size: .8rem; white-space: pre-wrap; }
@@ -287,6 +291,8 @@ footer { color: #6b7280; font-size: .85rem; margin-top: 2rem; }
   th, td { padding: .3rem .4rem; font-size: .85rem; } figure { padding: .6rem; }
 }
 """
+LONG = 20  # characters of a name that may be broken
+BREAKS = r"\.(?=[A-Za-z_*]|\d+\.)"  # dots between the parts of a name, not those of a number
 COLUMNS = 16  # of a heat map; models with more kinds of weights show the mean of those that differ in a number
 PALE, DARK = (239, 246, 255), (30, 58, 138)  # RGB
 
@@ -304,9 +310,15 @@ def html_page(title: str, body: str, footer: str = "") -> str:
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table that scrolls by itself where the page is narrow. The first column is text, the rest numbers."""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    head = "".join(f"<th>{_breakable(cell)}</th>" for cell in header)
+    body = "".join("<tr>" + "".join(f"<td>{_breakable(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _breakable(cell: str) -> str:
+    """A cell as HTML: lines break after dots of a long dotted name, and never between a number and a short unit."""
+    words = [re.sub(BREAKS, ".<wbr>", word) if len(word) > LONG else word for word in html.escape(cell).split(" ")]
+    return re.sub(r"(?<=\d) (?=[A-Za-z%]{1,3}\b|%)", "\N{NBSP}", " ".join(words))
 
 
 def heat_map(rows: Sequence[tuple[str, float]], limits: tuple[float, float] | None = None) -> str:
@@ -381,8 +393,8 @@ def _whole_percent(value: float) -> str:
     return "&gt;99" if 0.995 <= value < 1 else f"{100 * value:.0f}"
 
 
-def render(title: str, outcome: Outcome) -> str:
-    """The page of `prune` and `probe`."""
+def render(title: str, outcome: Outcome, verdict: str = "", warnings: Sequence[str] = ()) -> str:
+    """The page of `prune` and `probe`. The verdict is its headline; warnings, which are among the notes too, follow."""
     figures = [(name, f"{value:,.6g}") for name, value in outcome.found]
     figures += [
         ("sparsity asked", f"{outcome.asked:.4%}"),
@@ -390,19 +402,23 @@ def render(title: str, outcome: Outcome) -> str:
         ("of the whole model", f"{outcome.model_sparsity:.4%}"),
         ("weights pruned", f"{outcome.pruned:,} of {outcome.prunable:,}"),
     ]
+    peaks = any(stage.peak_bytes is not None for stage in outcome.stages)
     stages = [
-        (s.name, f"{s.seconds:.1f}", "-" if s.peak_bytes is None else f"{s.peak_bytes / 2**30:.2f}")
+        (s.name, f"{s.seconds:.1f}", "-" if s.peak_bytes is None else f"{s.peak_bytes / 2**30:.2f}")[: 2 + peaks]
         for s in outcome.stages
     ]
     how = [outcome.score, f"scope {outcome.scope}", outcome.schedule]
     how += [
         f"{word} {value}" for word, value in (("pattern", outcome.pattern), ("allocation", outcome.allocation)) if value
     ]
-    notes = "".join(f"<p>{html.escape(note)}</p>" for note in outcome._notes())
+    notes = "".join(f"<p>{html.escape(note)}</p>" for note in outcome._notes() if note not in warnings)
+    warned = "".join(f'<p class="warning">{html.escape(line)}</p>' for line in warnings)
     return html_page(
-        title,
-        f"<p>{html.escape(', '.join(how))}; calibrated on {outcome.batches} batches.</p>"
+        verdict or title,
+        f"<p>{html.escape(title)} by {html.escape(', '.join(how))}; calibrated on {outcome.batches} batches.</p>"
+        f"{warned}"
         f"{html_table(('', 'value'), figures)}"
         f"<h2>Sparsity by layer</h2>{heat_map([(row.name, row.sparsity) for row in outcome.tensors])}"
-        f"<h2>Time and memory</h2>{html_table(('stage', 'seconds', 'peak GiB'), stages)}<h2>Notes</h2>{notes}",
+        f"<h2>Time{' and memory' if peaks else ''}</h2>"
+        f"{html_table(('stage', 'seconds', 'peak GiB')[: 2 + peaks], stages)}<h2>Notes</h2>{notes}",
     )

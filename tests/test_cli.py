@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -80,6 +81,7 @@ def test_a_model_goes_in_and_a_folder_comes_out(
     assert f"```bash\nsecateur {words[0]} " in card
     page = (out / "report.html").read_text()
     assert page.count(' title="') == len(record["tensors"])  # a cell of the heat map for each
+    assert f"<h1>{html.escape(said.out.splitlines()[-1])}</h1>" in page  # the verdict
     model, tokenizer = hf.load(out)
     masks = hf.load_masks(out)
     zeros = sum(int((model.get_parameter(name) == 0).sum()) for name in masks)

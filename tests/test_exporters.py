@@ -196,8 +196,8 @@ def test_24_is_loaded_by_torch_itself(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: model.float(), "because its weight is torch.float32, and torch has 2:4 tensors of 16 bits here"),
-        (lambda model: model, "groups of four keep more than two weights. Prune it with --pattern 2:4"),
+        (lambda model: model.float(), "q_proj: its weight is torch.float32, and torch's 2:4 tensors need bf16 or fp16"),
+        (lambda model: model, "groups of four keep more than two weights. Prune with --pattern 2:4"),
     ],
 )
 def test_24_refuses_other_weights(

@@ -85,7 +85,8 @@ def test_a_model_goes_in_and_a_sparse_one_comes_out(
     assert gone == still == record["pruned"] == round(asked * record["prunable"])
     last = said.out.splitlines()[-1]
     assert last == record["verdict"]
-    assert last.startswith(f"Perplexity: dense {record['before']:.3g} -> {record['after']:.3g} at {100 * asked:.3g} %")
+    before, after = (f"{record[name]:#.3g}".rstrip(".") for name in ("before", "after"))
+    assert last.startswith(f"Perplexity: dense {before} -> {after} at {100 * asked:.3g} %")
     model, tokenizer = hf.load("out")
     source = "two.txt" if "--eval-data" in words else "one.txt"
     texts = read_texts(tokenizer, source, None, context=16, needed=1, calibration=1, evaluation=5)
@@ -463,6 +464,7 @@ def test_texts_and_names_are_checked_before_anything_is_loaded(
         "dataset:no/where cannot be read: it is no folder and not in the cache of the hub, and huggingface.co" in said
     )
     assert "cannot be reached (Name or service not known)" in said
+    assert "Did you mean 'smollm2'?" in refused(capsys, run(model="smollm"))
     for code in (run(model="nosuch"), run("--teacher", "nosuch")):
         assert code == 2
     assert capsys.readouterr().err.count("There is no folder nosuch, no model of that name in the cache") == 2

@@ -55,7 +55,7 @@ def test_renderings_hold_the_same_facts(block: Block) -> None:
     for text in (str(report), report.to_markdown()):
         assert "asked 60.0000%, achieved 60.0098% of prunable weights (1,229 of 2,048)" in text
         assert "up.weight" in text
-        assert "Left dense, embedding: 1 tensors, 160 weights (embedding.weight)" in text
+        assert "Left dense, embedding: 1 tensor, 160 weights (embedding.weight)" in text
         assert "Masks take 2,048 bytes here, 256 when saved; the score keeps 8,192 more." in text
     assert "| up.weight | 64x16 | 1,024 |" in report.to_markdown()
 
@@ -83,6 +83,12 @@ def test_a_heat_map_averages_experts_and_tells_stacks_apart() -> None:
     assert re.findall(r"<td [^>]*>([^<]*)<", text) == ["49", "25"]
     text = heat_map([("encoder.0.up.weight", 0.5), ("decoder.0.up.weight", 0.5)])
     assert re.findall(r'scope="row"[^>]*>([^<]*)<', text) == ["encoder.0", "decoder.0"]
+
+
+def test_cells_break_after_dots_of_names_and_not_before_units() -> None:
+    table = html_table(("tensor", "bytes"), [("model.layers.0.up_proj.weight", "0.04 MB"), ("up.weight", "1 of 2")])
+    assert "<td>model.<wbr>layers.<wbr>0.<wbr>up_proj.<wbr>weight</td><td>0.04\N{NBSP}MB</td>" in table
+    assert "<td>up.weight</td><td>1\N{NBSP}of 2</td>" in table
 
 
 def test_pages_escape_text_and_fetch_nothing() -> None:

@@ -179,8 +179,9 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("demo --steps 3", "at least 20 steps"),
         ("demo --out nowhere/report.html", "There is no folder"),
         ("bench", "the following arguments are required: NAME"),
-        ("bench selec", "invalid choice: 'selec'"),
+        ("bench selec", "Did you mean 'select'?"),
         ("bench step --device meta", "--device meta: there is no such device here"),
+        ("bench step --device gpu", "there is no such device here (devices are called cpu, cuda, cuda:1, mps"),
         ("bench quality --text builtin --methods wnda", "wnda"),
         ("bench probe --shape tinny", "tinny"),
         ("bench select --sparsity 0 --device cpu", "--sparsity 0: benchmarks prune a fraction between 0 and 1."),
@@ -298,9 +299,9 @@ def test_ctrl_c_at_work(tmp_path: Path) -> None:
     [
         (27.2, 34.7, 0.5, "Perplexity: dense 27.2 -> 34.7 at 50 %: +28 %"),
         (27.24, 27.9, 0.5, "Perplexity: dense 27.2 -> 27.9 at 50 %: +2.4 %"),
-        (20.0, 19.0, 0.125, "Perplexity: dense 20 -> 19 at 12.5 %: -5.0 %"),
-        (20.0, 54321.0, 0.9, "Perplexity: dense 20 -> 54,321 at 90 %: +271,505 %"),
-        (20.0, math.inf, 0.9, "Perplexity: dense 20 -> inf at 90 %"),
+        (20.0, 19.0, 0.125, "Perplexity: dense 20.0 -> 19.0 at 12.5 %: -5.0 %"),
+        (20.0, 54321.0, 0.9, "Perplexity: dense 20.0 -> 54,321 at 90 %: +271,505 %"),
+        (20.0, math.inf, 0.9, "Perplexity: dense 20.0 -> inf at 90 %"),
     ],
 )
 def test_a_verdict_is_one_line(before: float, after: float, sparsity: float, line: str) -> None:
@@ -313,7 +314,7 @@ def test_a_verdict_is_one_line(before: float, after: float, sparsity: float, lin
         ("perplexity", 75.8, 921.0, 50257, "the perplexity is 12.2 times that of the dense model"),
         ("perplexity", 27.2, 34.7, 50257, None),
         ("perplexity", 27.2, 54.3, None, None),
-        ("perplexity", 27.2, 54.5, None, "2 times that of the dense model"),
+        ("perplexity", 27.2, 54.5, None, "2.00 times that of the dense model"),
         ("perplexity", 60.0, 110.0, 97, "worse than guessing uniformly among 97 tokens"),
         ("perplexity", 100.0, 110.0, 97, None),  # it was no better before
         ("perplexity", 27.2, math.inf, 97, "the perplexity is inf"),
@@ -464,6 +465,10 @@ def test_inspecting_a_folder(saved: Path, tmp_path: Path, capsys: pytest.Capture
     page = (tmp_path / "zeros.html").read_text()
     assert page.count(' title="') >= 28
     assert "% of the weights are zero</h1>" in page
+    assert "<td>4 layers alike: model.<wbr>layers.<wbr>*.<wbr>mlp.<wbr>up_proj.<wbr>weight</td>" in page
+    assert page.index("Every tensor") < page.index(
+        "<td>model.<wbr>layers.<wbr>3.<wbr>mlp.<wbr>up_proj.<wbr>weight</td>"
+    )
 
 
 def test_inspecting_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -381,7 +381,8 @@ class Gains:
         groups = list(self.groups.values())
         if not groups:
             return [f"{NOTHING} No linear layer has enough zeros to be smaller packed."]
-        left = f" {self.left} linear layers have too few zeros and stay dense." if self.left else ""
+        layers = "1 linear layer has" if self.left == 1 else f"{self.left} linear layers have"
+        left = f" {layers} too few zeros to be packed." if self.left else ""
         dense, packed = sum(group.dense_bytes for group in groups), sum(group.packed_bytes for group in groups)
         said = [
             f"Packed, {sum(group.layers for group in groups)} linear layers take {megabytes(packed)} instead of"

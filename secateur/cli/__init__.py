@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if self.chosen is not None and message.startswith(UNKNOWN):  # which argparse says of the whole command
             self.chosen.error(message + self.chosen.hint(message.removeprefix(UNKNOWN).split()))
-        said = " ".join(message.split())
+        said = " ".join(message.split()) + _choice_hint(message)
         self.exit(2, f"secateur: {said}{'' if said.endswith('?') else '.'} See {self.prog} --help.\n")
 
     def hint(self, unknown: Sequence[str]) -> str:
@@ -54,6 +55,13 @@ class Parser(argparse.ArgumentParser):
         known = self._option_string_actions
         hints = (nearest(word.partition("=")[0], known) for word in unknown if word.startswith("-"))
         return next((f".{one}" for one in hints if one), "")
+
+
+def _choice_hint(message: str) -> str:
+    """The choice that a misspelt one is closest to, in a sentence; empty if the message is about something else."""
+    found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message, flags=re.DOTALL)
+    hint = nearest(found[1], [word.strip(" '\n") for word in found[2].split(",")]) if found else ""
+    return f".{hint}" if hint else ""
 
 
 def build_parser(chosen: str | None = None) -> Parser:

@@ -49,6 +49,9 @@ ALPHA = 0.9  # with 1 the gradient is noise until something is pruned, and Adam'
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    context, evaluation, calibration, batch = (
+        f"{gpu} on a GPU, {cpu} on a CPU" for gpu, cpu in zip(GPU, CPU, strict=True)
+    )
     parser.add_argument("model", help=MODELS)
     parser.add_argument("--data", required=True, help=f"text to train on: {TEXTS}; a dataset is streamed")
     parser.add_argument("--eval-data", help="text to evaluate on (the first windows of --data, which never train)")
@@ -84,11 +87,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, help=f"optimizer steps ({STEPS})")
     parser.add_argument("--tokens", type=positive, metavar="N", help="train on so many tokens, instead of --steps")
     parser.add_argument("--lr", type=_rate, help=f"highest learning rate ({RATE}; {LORA_RATE} with --lora)")
-    parser.add_argument("--batch", type=positive, help="windows at a time, in each process (16 on a GPU, 4 on a CPU)")
+    parser.add_argument("--batch", type=positive, help=f"windows at a time, in each process ({batch})")
     parser.add_argument("--accumulate", type=positive, default=1, metavar="N", help="batches in an optimizer step (1)")
-    parser.add_argument("--context", type=positive, help="tokens in a window")
-    parser.add_argument("--calibration", type=positive, metavar="N", help="windows to prune on, with --how oneshot")
-    parser.add_argument("--evaluation", type=positive, metavar="N", help="windows to evaluate on")
+    parser.add_argument("--context", type=positive, help=f"tokens in a window ({context})")
+    parser.add_argument(
+        "--calibration", type=positive, metavar="N", help=f"windows to prune on, with --how oneshot ({calibration})"
+    )
+    parser.add_argument("--evaluation", type=positive, metavar="N", help=f"windows to evaluate on ({evaluation})")
     add_seed(parser)
     add_device(parser)
     parser.add_argument(

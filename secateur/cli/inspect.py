@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -173,14 +174,19 @@ def _agreement(with_mask: list[Inspected], apart: list[str]) -> list[str]:
 
 def page(model: str, found: list[Inspected], lines: list[str], gains: Gains) -> str:
     """The page of --out."""
-    from secateur.report import heat_map, html_page, html_table
+    from secateur.report import collapse, heat_map, html_page, html_table
 
     share = sum(one.zeros for one in found) / sum(one.numel for one in found)
     said = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
     heat = heat_map([(one.name, one.sparsity) for one in found])
-    table = html_table(HEADER, [_row(one) for one in found])
+    whole = [_row(one) for one in found]
+    alike = collapse(whole)
+    table = html_table(HEADER, alike)
+    if len(alike) < len(whole):
+        table += f"<details><summary>Every tensor</summary>{html_table(HEADER, whole)}</details>"
     bought = "".join(f"<p>{html.escape(line)}</p>" for line in gains.lines())
+    bought = re.sub("`(.+?)`", r"<code>\1</code>", bought)
     rows = gains.rows()
     bought += html_table(gains.HEADER, rows) if rows else ""
-    body = f"{said}<h2>{BUYS}</h2>{bought}<h2>Sparsity by layer</h2>{heat}<h2>Every tensor</h2>{table}"
+    body = f"{said}<h2>{BUYS}</h2>{bought}<h2>Sparsity by layer</h2>{heat}<h2>Tensors</h2>{table}"
     return html_page(f"{model}: {share:.1%} of the weights are zero", body)

@@ -158,6 +158,8 @@ def pick_device(name: str) -> torch.device:
         torch.zeros(1, device=device).item()  # "meta" and devices that are not there fail here
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
+        if reason.startswith("Expected one of"):  # torch lists every name it reserves
+            reason = "devices are called cpu, cuda, cuda:1, mps, xpu and the like"
         raise SecateurError(
             f"--device {name}: there is no such device here ({reason}). Leave it out, or use --device cpu."
         ) from error

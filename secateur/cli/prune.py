@@ -116,14 +116,17 @@ def run(options: argparse.Namespace) -> int:
 
 def add_shared(parser: argparse.ArgumentParser) -> None:
     """The options of `secateur prune` and `secateur probe`."""
+    context, calibration, evaluation, batch = (
+        f"({gpu} on a GPU, {cpu} on a CPU)" for gpu, cpu in zip(GPU, CPU, strict=True)
+    )
     parser.add_argument("model", help=MODELS)
     add_sparsity(parser, "0.5")
     parser.add_argument("--data", default="builtin", help=f"text to calibrate on: {TEXTS} (builtin)")
     parser.add_argument("--eval-data", help="text to evaluate on (what follows the calibration text in --data)")
-    parser.add_argument("--context", type=positive, help="tokens in a window")
-    parser.add_argument("--calibration", type=positive, metavar="N", help="windows to calibrate on")
-    parser.add_argument("--evaluation", type=positive, metavar="N", help="windows to evaluate on")
-    parser.add_argument("--batch", type=positive, help="windows at a time (8 on a GPU, 1 on a CPU)")
+    parser.add_argument("--context", type=positive, help=f"tokens in a window {context}")
+    parser.add_argument("--calibration", type=positive, metavar="N", help=f"windows to calibrate on {calibration}")
+    parser.add_argument("--evaluation", type=positive, metavar="N", help=f"windows to evaluate on {evaluation}")
+    parser.add_argument("--batch", type=positive, help=f"windows at a time {batch}")
     parser.add_argument("--memory", help="limit of GPU memory, such as 24GB (all that is free)")
     parser.add_argument("--skip", nargs="+", default=[], metavar="GLOB", help="parameters or modules to leave dense")
     parser.add_argument("--only", nargs="+", metavar="GLOB", help="prune only these")
@@ -223,7 +226,7 @@ def _finish(
     title = f"{options.model} pruned to {outcome.sparsity:.1%}"
     texts = {"report.md": f"# {title}\n\n{found}\n\n{outcome.to_markdown()}\n", "report.json": outcome.to_json() + "\n"}
     card = model_card(folder.name, model, report=outcome, command=options.invocation)
-    texts |= {"report.html": render(title, outcome), CARD: card}
+    texts |= {"report.html": render(title, outcome, str(found), found.warnings), CARD: card}
     print(outcome)  # before it is saved: should that fail, the figures are not lost
     _save(model, tokenizer, folder, outcome, texts, options.overwrite)
     print(f"\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html, README.md")
@@ -334,7 +337,7 @@ class Verdict:
 
 
 def _short(value: float) -> str:
-    return f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
+    return f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:#.3g}".rstrip(".")
 
 
 def vocabulary_of(model: Any) -> int | None:

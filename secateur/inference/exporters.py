@@ -245,8 +245,8 @@ def write_24(model: Any, folder: Path) -> Exported:
     if not made:
         name, reason = next(iter(reasons.items()), ("", "it has no linear layers"))
         raise ModelError(
-            f"No linear layer of {type(model).__name__} can be stored as 2:4{f', {name} because' if name else ':'}"
-            f" {reason}. Prune it with --pattern 2:4, in bf16 or fp16, or export it with --format packed."
+            f"No linear layer of {type(model).__name__} can be stored as 2:4{f'; of {name}' if name else ''}: {reason}."
+            " Prune with --pattern 2:4 in bf16 or fp16 (--dtype), or export with --format packed."
         )
     torch.save(state, folder / SEMI)
     said = (
@@ -262,7 +262,7 @@ def not_24(layer: nn.Module) -> str:
     if not isinstance(layer, nn.Linear):
         return f"it is a {type(layer).__name__}"
     if weight.dtype not in HALVES:
-        return f"its weight is {weight.dtype}, and torch has 2:4 tensors of 16 bits here"
+        return f"its weight is {weight.dtype}, and torch's 2:4 tensors need bf16 or fp16"
     if any(size % tile for size, tile in zip(weight.shape, TILE, strict=True)):
         return f"its shape {list(weight.shape)} is not in multiples of {TILE[0]} x {TILE[1]}"
     over = int(((weight.detach() != 0).unflatten(1, (-1, 4)).sum(-1) > 2).sum())

@@ -15,9 +15,8 @@ from secateur.report import heat_map, html_page, html_table, markdown_table
 Points = Sequence[tuple[float, float]]
 
 BLUE = "#2563eb"
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 520, 250, 62, 34, 14  # of a chart, and its margins
-TICKS = 4
-LEFT_ALIGNED = 'style="text-align:left"'
+WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 520, 250, 62, 16, 34, 14  # of a chart, and its margins
+TICKS = 4  # about so many steps between the numbers of an axis
 
 
 def perplexities(history: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
@@ -91,10 +90,14 @@ def to_html(title: str, lines: Sequence[str], plan: Plan, result: Result, comman
         _figure("Loss", "Of training batches, by step.", curve(result.history, "loss")),
     ]  # fmt: skip
     texts = "".join(
-        f"<tr>{''.join(f'<td {LEFT_ALIGNED}><pre>{html.escape(part)}</pre></td>' for part in text)}</tr>"
-        for text in result.texts
+        f'<figure class="full"><h2>Prompt</h2><pre>{html.escape(prompt)}</pre><div class="figures">'
+        + "".join(
+            f"<div><h2>{name}</h2><pre>{html.escape(text)}</pre></div>"
+            for name, text in (("Before", before), ("After", after))
+        )
+        + "</div></figure>"
+        for prompt, before, after in result.texts
     )
-    heads = "".join(f"<th {LEFT_ALIGNED}>{name}</th>" for name in ("prompt", "before", "after"))
     layers = heat_map([(row.name, row.sparsity) for row in result.report.tensors])
     body = [
         f"<p>{html.escape(title)}, {plan.how}{' with LoRA' if plan.lora else ''}.</p>",
@@ -102,7 +105,7 @@ def to_html(title: str, lines: Sequence[str], plan: Plan, result: Result, comman
         f"<pre>{html.escape(command)}</pre>",
         f'<div class="figures">{"".join(charts)}</div>',
         f"<h2>Text before and after</h2><p>The likeliest continuation of held-out text.</p>"
-        f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{texts}</tbody></table></div>'
+        f'<div class="figures">{texts}</div>'
         if texts
         else "",
         f"<h2>Sparsity by layer</h2>{layers}",
@@ -121,22 +124,28 @@ def chart(points: Points) -> str:
     if not points:
         return ""
     xs, ys = zip(*points, strict=True)
-    (left, right), (low, high) = _span(xs), _span(ys)
+    left, right = _span(xs)
+    across, upward = _ticks(left, right, whole=True), _ticks(*_span(ys))
+    low, high = upward[0], upward[-1]
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + (x - left) / (right - left) * (WIDTH - LEFT - 10)
-        return across, HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - BOTTOM - TOP)
+        return (
+            LEFT + (x - left) / (right - left) * (WIDTH - LEFT - RIGHT),
+            HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - BOTTOM - TOP),
+        )
 
     marks = []
-    for number in range(TICKS + 1):
-        x, y = (a + (b - a) * number / TICKS for a, b in ((left, right), (low, high)))
-        x = round(x)
-        across, height = place(x, y)
+    for y in upward:
+        height = place(left, y)[1]
         marks.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{height:.1f}" y2="{height:.1f}" stroke="#e5e7eb"/>'
-            f'<text x="{LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{y:.4g}</text>'
-            f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{x}</text>'
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{height:.1f}" y2="{height:.1f}" stroke="#e5e7eb"/>'
+            f'<text x="{LEFT - 6}" y="{height + 5:.1f}" text-anchor="end">{y:.4g}</text>'
         )
+    marks += [
+        f'<text x="{place(x, low)[0]:.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{x:.0f}</text>'
+        for x in across
+        if left <= x <= right
+    ]
     line = " ".join(f"{across:.1f},{height:.1f}" for across, height in (place(x, y) for x, y in points))
     dots = ""
     if len(points) <= 12:
@@ -144,10 +153,19 @@ def chart(points: Points) -> str:
             f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{BLUE}"/>' for a, b in (place(*p) for p in points)
         )
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="system-ui, sans-serif" font-size="11"'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="system-ui, sans-serif" font-size="14"'
         f' fill="#4b5563">{"".join(marks)}'
         f'<polyline points="{line}" fill="none" stroke="{BLUE}" stroke-width="1.6"/>{dots}</svg>'
     )
+
+
+def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
+    """Round numbers that begin at or below the lowest value and end at or above the highest."""
+    raw = (high - low) / TICKS
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+    step = max(step, 1.0) if whole else step
+    return [step * number for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

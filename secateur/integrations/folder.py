@@ -19,7 +19,7 @@ from urllib.request import getproxies
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import HF_EXTRA, ModelError, library, one_line
+from secateur.errors import HF_EXTRA, ModelError, library, nearest, one_line
 from secateur.inference import saving
 from secateur.inference.saving import check_free
 from secateur.integrations import smollm2
@@ -72,8 +72,8 @@ def check_model(name: str | os.PathLike[str]) -> None:
         raise ModelError(f"{text} is neither a folder nor a name on the Hugging Face hub: {error}") from error
     if (why := unreachable()) is not None:
         raise ModelError(
-            f"There is no folder {text}, no model of that name in the cache of the Hugging Face hub, and {why}. Check"
-            " the name, or the connection."
+            f"There is no folder {text}, no model of that name in the cache of the Hugging Face hub, and"
+            f" {why}.{nearest(text, [BUILT_IN])} Check the name, or the connection."
         )
 
 

@@ -92,7 +92,7 @@ def render_run(folder: Path, name: str, summary: Mapping[str, Any]) -> str:
         (summary["quality_name"], f"{summary['quality']:.4f}"),
         ("held-out loss", f"{summary['held_out_loss']:.4f}"),
         ("steps", f"{summary['steps']:,} of {summary['asked_steps']:,}"),
-        ("budget", summary["budget"]),
+        *([("budget", summary["budget"])] if summary["budget"] != "normal" else []),
         ("sparsity of prunable weights", f"{summary['sparsity']:.4%}"),
         ("seconds", f"{summary['seconds']:.1f}"),
         *_resources(summary),

@@ -80,7 +80,7 @@ def own_axes(configs: Sequence[Settings]) -> list[str]:
     if len(own) > 1:
         raise ComparisonError(
             f"These runs differ in {len(own)} settings: {_listed(own)}. Name the settings in which rows may differ,"
-            f" --by {','.join(different)}, or leave out the runs that do not belong."
+            f" --by {','.join(own)}, or leave out the runs that do not belong."
         )
     return list(different)
 
