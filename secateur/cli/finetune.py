@@ -49,9 +49,6 @@ ALPHA = 0.9  # with 1 the gradient is noise until something is pruned, and Adam'
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    context, evaluation, calibration, batch = (
-        f"{gpu} on a GPU, {cpu} on a CPU" for gpu, cpu in zip(GPU, CPU, strict=True)
-    )
     parser.add_argument("model", help=MODELS)
     parser.add_argument("--data", required=True, help=f"text to train on: {TEXTS}; a dataset is streamed")
     parser.add_argument("--eval-data", help="text to evaluate on (the first windows of --data, which never train)")
@@ -81,6 +78,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     """The options that say how long and on what it trains."""
+    context, evaluation, calibration, batch = (
+        f"{gpu} on a GPU, {cpu} on a CPU" for gpu, cpu in zip(GPU, CPU, strict=True)
+    )
     parser.add_argument(
         "--lora", action="store_true", help=f"train LoRA adapters of rank {RANK} that keep the zeros, then merge them"
     )
