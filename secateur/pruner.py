@@ -324,7 +324,8 @@ class Pruner:
 
     def mask_gradients(self) -> None:
         """Zero the gradients of pruned weights. Optional: call it before clipping, and the norm is that of the kept
-        weights alone. Without clipping it changes nothing: `step()` zeroes pruned weights and their state anyway."""
+        weights alone; or before an optimizer whose steps depend on whole tensors, such as StableAdamW, LAMB and SOAP.
+        Otherwise it changes nothing: `step()` zeroes pruned weights and their state anyway."""
         if self.regrowth is not None and self.regrowth.by_gradient:
             raise RegrowthError(
                 "regrow='gradient' ranks pruned weights by the gradients that mask_gradients() removes. Leave out the"

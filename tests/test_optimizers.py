@@ -389,6 +389,36 @@ def test_state_that_can_be_neither_read_nor_zeroed_is_refused() -> None:
         resumed.step()
 
 
+@pytest.mark.parametrize("beside", ["projector", "GG", "Q", None])
+def test_state_in_another_basis_is_neither_read_nor_zeroed(beside: str | None) -> None:
+    """SOAP, GaLore, Conda, ... turn or project gradients first; without `beside`, Shampoo's factor of a square weight.
+    A zero in such state would reach other weights: SOAP divides by the root of it."""
+    state = {"momentum_buffer": torch.rand(16, 16)} | ({} if beside is None else {beside: object()})
+    turned = {"pre_cond_0", "exp_avg_sq"} if beside else {"pre_cond_0"}
+    state |= {name: torch.rand(16, 16) for name in turned}
+    before = {name: state[name].clone() for name in turned}
+
+    def pruner_of(score: str) -> tuple[sc.Pruner, nn.Linear]:
+        layer = nn.Linear(16, 16, bias=False)
+        optimizer = Coded(layer.parameters(), lr=0.01)
+        optimizer.keep = lambda own, _: own.update(state)
+        pruner = sc.Pruner(layer, optimizer, score=score, sparsity=0.5, every=1, only="*")
+        layer.weight.grad = torch.randn(16, 16)
+        optimizer.step()
+        return pruner, layer
+
+    pruner, layer = pruner_of("magnitude")
+    pruner.step()
+    assert zeros_of(pruner, layer) == 128
+    assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    if beside is None:
+        assert bool((state["momentum_buffer"][~pruner.masks["weight"]] == 0).all())  # type: ignore[index]
+        return
+    message = rf"Coded keeps its moments in another basis than the weights \(by '{beside}'\), .* work here: .*magnitude"
+    with pytest.raises(FactError, match=message):
+        pruner_of("variance")[0].step()
+
+
 def numbered(state: dict[str, Any], parameter: Tensor) -> None:
     """bitsandbytes' keys: codes, a table of values and the largest value of each 256."""
     if "state1" in state:

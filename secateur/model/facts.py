@@ -39,6 +39,11 @@ NUMBERED = {
 }
 BLOCK = 256  # values of bitsandbytes that share a scale
 
+# State of optimizers that turn or project gradients (SOAP, Kron; GaLore, APOLLO, Conda). Beside it, a number of a
+# moment is of no single weight, even if the shape is the same. Shampoo has factors of that shape if it is square.
+BASES = ("projector", "GG", "Q")
+FACTORS = ("precond", "pre_cond", "inv_precond", "inv_pre_cond")
+
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a GradScaler made a fused optimizer skip this step."""
@@ -125,6 +130,11 @@ def _encodes(value: Tensor) -> bool:
     return type(value).dequantize is not Tensor.dequantize
 
 
+def basis_in(state: Mapping[str, Any]) -> str:
+    """The names in an optimizer's state that say its moments are in a basis of their own; empty if they are not."""
+    return ", ".join(repr(name) for name in BASES if name in state)
+
+
 class Facts:
     """The facts about the prunable tensors that these optimizers train: weights, state, betas, and kept facts.
 
@@ -175,7 +185,9 @@ class Facts:
         _, state, meant = self._own(prunable)
         plain: dict[str, Tensor] = {}
         coded: dict[str, Coded] = {}
-        for key, value in state.items():
+        for key, value in state.items() if not basis_in(state) else ():
+            if str(key).startswith(FACTORS):
+                continue
             if isinstance(value, Tensor) and value.shape == prunable.parameter.shape and value.is_floating_point():
                 part = local(value)
                 if _encodes(part):
@@ -276,7 +288,9 @@ class Facts:
                 f"{kind} has no state for {prunable.name!r}, which has had no gradient yet: leave it out with skip=..."
             )
         else:
-            found = f"{kind} keeps {keeps or 'nothing shaped like the weights'}"
+            basis = basis_in(self._own(prunable)[1])
+            other = f"its moments in another basis than the weights (by {basis}), where no number is of one weight"
+            found = f"{kind} keeps {other if basis else keeps or 'nothing shaped like the weights'}"
             found += f" for {self._listed(missing)}" if len(self._optimizers) > 1 else ""
         # A score works here if every tensor has its facts, whichever optimizer trains it.
         known = [one for one in self.prunables if self.has_state(one)] or [prunable]
