@@ -171,7 +171,8 @@ class Pruner:
 
     def attach(self) -> Any:
         """Call `step()` after every optimizer step by itself. Returns a handle with `remove()`."""
-        return Handles([one.register_step_post_hook(lambda *_: self.step()) for one in self._optimizers])
+        step = torch.compiler.disable(lambda *_: self.step())  # as the Listener's hooks: kept out of a compiled step
+        return Handles([one.register_step_post_hook(step) for one in self._optimizers])
 
     def step(self) -> None:
         """Update the masks if an update is due, then zero pruned weights and their optimizer state.
@@ -370,10 +371,10 @@ class Pruner:
             f" step={self._clock.taken}, tensors={len(self._prunables)}, weights={self._numel:,})"
         )
 
-    def __deepcopy__(self, memo: Any) -> Pruner:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
-            "A Pruner has hooks on its optimizer, so it cannot be copied. Build a new one and load this one's"
-            " state_dict() into it."
+            "A Pruner has hooks on its optimizer, so it cannot be copied or pickled: the copy would count no steps."
+            " Build a new one and load this one's state_dict() into it."
         )
 
     def report(self) -> Report:
