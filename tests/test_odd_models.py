@@ -343,6 +343,31 @@ def test_weights_that_share_one_storage() -> None:
         torch.testing.assert_close(together, apart)
 
 
+@pytest.mark.parametrize("way", ["transposed", "overlapping", "columns"])
+def test_parameters_in_the_same_memory_are_refused(way: str) -> None:
+    """Each would have a mask, and together these removed more than was asked for. Columns of one matrix are apart."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    flat = torch.randn(128)
+    both = {
+        "transposed": (flat[:64].view(8, 8), flat[:64].view(8, 8).t()),
+        "overlapping": (flat[:64].view(8, 8), flat[32:96].view(8, 8)),
+        "columns": flat.view(8, 16).split(8, dim=1),
+    }
+    model[2].weight, model[0].weight = map(nn.Parameter, both[way])
+    calls: list[Any] = [
+        lambda **only: sc.prune(model, pairs(), score="magnitude", scope="model", **only),
+        lambda **only: sc.Pruner(model, torch.optim.SGD(model.parameters()), score="magnitude", **only),
+    ]
+    for call in calls:
+        if way == "columns":
+            call()
+            assert int((flat == 0).sum()) == 64
+            continue
+        with pytest.raises(SiteError, match=r"are two parameters in the same memory.*skip='(0|2)\.weight'"):
+            call()
+        call(only="0")
+
+
 def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
 
