@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,8 +172,19 @@ class Pruner:
 
     def attach(self) -> Any:
         """Call `step()` after every optimizer step by itself. Returns a handle with `remove()`."""
-        step = torch.compiler.disable(lambda *_: self.step())  # as the Listener's hooks: kept out of a compiled step
-        return Handles([one.register_step_post_hook(step) for one in self._optimizers])
+        # As the hooks of the Listener, these are kept out of a compiled step.
+        hooks = [torch.compiler.disable(partial(self._after, number)) for number in range(len(self._optimizers))]
+        return Handles([one.register_step_post_hook(after) for one, after in zip(self._optimizers, hooks, strict=True)])
+
+    def _after(self, number: int, *_: Any) -> None:
+        """`step()`, called by a step of this optimizer. While others have yet to step, it writes to weights of this one
+        alone: if optimizers step during the backward pass, that may still read the others."""
+        if self._clock.midway and self._clock.taken == self._clock.seen:
+            if not self._is_held():
+                self._zero([n for n, one in enumerate(self._prunables) if self._facts.owner(one) == number])
+                self._listener.note_weights()
+        else:
+            self.step()
 
     def step(self) -> None:
         """Update the masks if an update is due, then zero pruned weights and their optimizer state.
@@ -308,9 +320,14 @@ class Pruner:
     def apply(self) -> None:
         """Zero pruned weights and all optimizer state in their shape; with regrowth, also the facts kept for the score,
         because a weight that comes back starts from nothing."""
+        self._zero(range(len(self._prunables)))
+
+    def _zero(self, numbers: Iterable[int]) -> None:
+        """Do so for these tensors alone."""
         tensors: list[Tensor] = []
         masks: list[Tensor] = []
-        for number, (prunable, mask) in enumerate(zip(self._prunables, self._held.masks, strict=True)):
+        for number in numbers:
+            prunable, mask = self._prunables[number], self._held.masks[number]
             if not self._held.dead[number]:
                 continue
             plain, coded = self._facts.members(prunable)

@@ -169,6 +169,30 @@ def test_a_step_counts_when_all_have_stepped_and_masks_hold_between() -> None:
     assert pruner.report().step == 2
 
 
+@pytest.mark.parametrize("attached", [False, True])
+def test_optimizers_that_step_in_the_backward_pass(attached: bool) -> None:
+    """One for each parameter. Between their steps the backward pass still reads weights, which must not change."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    own = {parameter: torch.optim.AdamW([parameter], lr=0.01) for parameter in model.parameters()}
+
+    def take(parameter: Tensor) -> None:
+        own[parameter].step()  # type: ignore[index]
+        own[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in own:
+        parameter.register_post_accumulate_grad_hook(take)
+    pruner = sc.Pruner(model, [*own.values()], sparsity=sc.linear(0.5, begin=0, end=4), every=1, only="*")
+    if attached:
+        pruner.attach()
+    for step in range(6):
+        model(torch.randn(4, 8)).square().mean().backward()
+        if not attached:
+            pruner.step()
+        assert zeros_of(pruner, model) == min(24 * (step + 1), 96)
+    assert pruner.report().step == 6
+
+
 def test_an_optimizer_of_a_list_that_rests_is_told() -> None:
     model, (muon, _), pruner = two(sparsity=0.5, every=1)
     for seed in range(7):
