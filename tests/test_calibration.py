@@ -171,7 +171,7 @@ def test_outputs_of_all_kinds_have_logits_or_are_named() -> None:
     assert torch.equal(loss_of(lambda y: {"loss": y.sum()}, {"inputs": inputs}), model(inputs).sum())
     with pytest.raises(FactError, match=r"returned a dict with 'out', in which no logits are found. Pass loss="):
         loss_of(lambda y: {"out": y}, (inputs, targets))
-    with pytest.raises(FactError, match=r"No loss is known for batches of tuple"):
+    with pytest.raises(FactError, match=r"No loss is known for batches of tuple \(Tensor, list\)"):
         loss_of(lambda y: y, (inputs, [1, 2]))
 
 

@@ -466,6 +466,30 @@ def test_quantized_weights_are_left_out_by_name(kind: str, reason: str) -> None:
             call(quantized(kind), pairs(), skip="2")  # type: ignore[operator]
 
 
+def test_weights_in_a_sparse_layout_are_left_out_by_name() -> None:
+    model = small()
+    model[0].weight = nn.Parameter(torch.eye(16).to_sparse())
+    with pytest.raises(SiteError, match=r"Nothing to prune.*0.weight: stored as torch.sparse_coo"):
+        sc.Pruner(model, torch.optim.SGD(model.parameters()), only="0.weight")
+    report = sc.prune(small_behind(model), pairs(), only=["first.weight", "last.weight"])
+    assert [row.name for row in report.tensors] == ["last.weight"]
+    assert any(name == "first.weight" and why.startswith("stored as") for name, _, why in report.left_out)
+
+
+def small_behind(model: nn.Sequential) -> nn.Module:
+    """The same layers, the first of which is multiplied as torch multiplies sparse matrices."""
+
+    class Behind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = model[0], model[2]
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.last(torch.sparse.mm(self.first.weight, inputs.t()).t())
+
+    return Behind()
+
+
 def test_a_model_that_says_it_is_quantized() -> None:
     model = nn.Sequential(nn.LayerNorm(16))
     model.config = SimpleNamespace(quantization_config={"bits": 4})

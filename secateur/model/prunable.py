@@ -226,6 +226,8 @@ def _impossible(use: Use) -> str | None:
         return f"{foreign}, not plain numbers (prune before quantizing)"
     if parameter.is_complex():
         return "complex"
+    if parameter.layout != torch.strided:
+        return f"stored as {parameter.layout}, without a place for every weight"
     return use.adapter or VECTOR if parameter.ndim < 2 else None
 
 

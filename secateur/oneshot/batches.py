@@ -77,9 +77,10 @@ def standard_loss(model: nn.Module, batch: Batch) -> Tensor:
         outputs, targets = logits_of(model(batch[0])), batch[1]
         compare = nn.functional.mse_loss if targets.is_floating_point() else cross_entropy
         return compare(outputs, targets)
+    inside = ", ".join(type(value).__name__ for value in batch) if isinstance(batch, tuple | list) else ""
     raise FactError(
-        f"No loss is known for batches of {type(batch).__name__}. Give token ids, (inputs, targets) or a mapping with"
-        " labels, or pass loss=..., a function of the model and a batch."
+        f"No loss is known for batches of {type(batch).__name__}{inside and f' ({inside})'}. Give token ids, (inputs,"
+        " targets) or a mapping with labels, or pass loss=..., a function of the model and a batch."
     )
 
 
