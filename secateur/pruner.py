@@ -96,7 +96,8 @@ class Pruner:
         self.schedule = schedule_for(sparsity, self.scope, self._pattern, allocation, self._holds)
         self.regrowth = regrowth_for(regrow, drop, until, self.schedule, self._pattern, masks is not None)
         self.updates: list[Update] = []
-        self._model, self._optimizers = model, optimizers_in(optimizer)
+        self._model = model
+        self._optimizers, self._wrappers = optimizers_in(optimizer)
         self._masked = [one if isinstance(one, MaskedOptimizer) else None for one in self._optimizers]
         self._clock = Clock(every, getattr(self.schedule, "end", None), len(self._optimizers))
         self._reads_moments = any(need.startswith("exp_avg") for need in self.score.needs)
@@ -133,7 +134,7 @@ class Pruner:
         groups = [group for one in self._optimizers for group in one.param_groups] if self._holds else []
         frozen = {id(parameter) for group in groups for parameter in group["params"]}
         found, left_out = find_prunable(unwrap(self._model), skip, only, unfit_for(self._pattern), frozen)
-        self._facts = Facts(self._optimizers, self.score, found)
+        self._facts = Facts(self._optimizers, self.score, found, self._wrappers)
         self._prunables = self._facts.prunables
         trained = {prunable.name for prunable in self._prunables}
         absent = [LeftOut(w.name, w.parameter.numel(), ABSENT) for w in found if w.name not in trained]

@@ -55,6 +55,37 @@ def test_wrappers_of_wrappers_are_looked_into(block: Block) -> None:
     assert pruner.report().step == 2
 
 
+class Averaging:
+    """As Schedule-Free and Lookahead: weights of its own move towards the optimizer's, and evaluation uses those."""
+
+    def __init__(self, inner: Any, name: str) -> None:
+        setattr(self, name, inner)
+        self.inner, self.state = inner, {}  # type: ignore[var-annotated]
+
+    def step(self) -> None:
+        self.inner.step()
+        for parameter in (p for group in self.inner.param_groups for p in group["params"]):
+            own = self.state.setdefault(parameter, {"slow": parameter.detach().clone()})
+            own["slow"].lerp_(parameter.detach(), 0.1)
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for parameter, own in self.state.items():
+            parameter.copy_(own["slow"])
+
+
+@pytest.mark.parametrize("name", ["optimizer", "base_optimizer", "base"])
+def test_weights_that_a_wrapper_keeps_are_zeroed_too(name: str, block: Block) -> None:
+    optimizer = Averaging(torch.optim.AdamW(block.parameters(), lr=0.01), name)
+    pruner = sc.Pruner(block, optimizer, sparsity=0.5, every=2)  # type: ignore[arg-type]
+    train(block, optimizer, 6, pruner.step)  # type: ignore[arg-type]
+    optimizer.eval()
+    assert zeros_of(pruner, block) == 1024
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

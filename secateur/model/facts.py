@@ -138,13 +138,18 @@ def basis_in(state: Mapping[str, Any]) -> str:
 class Facts:
     """The facts about the prunable tensors that these optimizers train: weights, state, betas, and kept facts.
 
-    Each tensor's facts come from the optimizer that trains it.
+    Each tensor's facts come from the optimizer that trains it. Its `wrappers` may keep state of their own, such as slow
+    weights, which is only zeroed.
     """
 
     def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], score: Score, prunables: Sequence[Prunable]
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        score: Score,
+        prunables: Sequence[Prunable],
+        wrappers: Sequence[Sequence[Any]] = (),
     ) -> None:
-        self._optimizers, self._score = optimizers, score
+        self._optimizers, self._score, self._wrappers = optimizers, score, wrappers
         self._groups: list[dict[int, dict[str, Any]]] = [_groups_of(optimizer) for optimizer in optimizers]
         self._owners = {key: number for number, groups in enumerate(self._groups) for key in groups}
         self.prunables = [prunable for prunable in prunables if id(prunable.parameter) in self._owners]
@@ -197,7 +202,19 @@ class Facts:
         for number in (1, 2) if "state1" in state else ():
             if (one := _numbered(state, local(prunable.parameter.detach()).shape, number)) is not None:
                 coded[meant.get(f"state{number}", f"state{number}")] = one
-        return plain, coded
+        return plain | self._kept_around(prunable), coded
+
+    def _kept_around(self, prunable: Prunable) -> dict[str, Tensor]:
+        """State in the weight's shape that wrappers of its optimizer keep: slow weights, Schedule-Free's z."""
+        found = {}
+        for wrapper in self._wrappers[self.owner(prunable)] if self._wrappers else ():
+            state = getattr(wrapper, "state", None)
+            own = state.get(prunable.parameter) if isinstance(state, Mapping) else None
+            other = isinstance(own, Mapping) and own is not self._own(prunable)[1]  # Accelerate's shows the optimizer's
+            for key, value in own.items() if own is not None and other else ():
+                if isinstance(value, Tensor) and value.shape == prunable.parameter.shape and value.is_floating_point():
+                    found[f"{type(wrapper).__name__}.{key}"] = local(value)
+        return found
 
     def kept_of(self, prunable: Prunable) -> list[Tensor]:
         """The facts kept about this tensor for the score."""
