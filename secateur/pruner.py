@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ class Pruner:
         self.schedule = schedule_for(sparsity, self.scope, self._pattern, allocation, self._holds)
         self.regrowth = regrowth_for(regrow, drop, until, self.schedule, self._pattern, masks is not None)
         self.updates: list[Update] = []
-        self._model, self._optimizers = model, optimizers_in(optimizer)
+        self._model = model
+        self._optimizers, self._wrappers = optimizers_in(optimizer)
         self._masked = [one if isinstance(one, MaskedOptimizer) else None for one in self._optimizers]
         self._clock = Clock(every, getattr(self.schedule, "end", None), len(self._optimizers))
         self._reads_moments = any(need.startswith("exp_avg") for need in self.score.needs)
@@ -132,7 +134,7 @@ class Pruner:
         groups = [group for one in self._optimizers for group in one.param_groups] if self._holds else []
         frozen = {id(parameter) for group in groups for parameter in group["params"]}
         found, left_out = find_prunable(unwrap(self._model), skip, only, unfit_for(self._pattern), frozen)
-        self._facts = Facts(self._optimizers, self.score, found)
+        self._facts = Facts(self._optimizers, self.score, found, self._wrappers)
         self._prunables = self._facts.prunables
         trained = {prunable.name for prunable in self._prunables}
         absent = [LeftOut(w.name, w.parameter.numel(), ABSENT) for w in found if w.name not in trained]
@@ -171,7 +173,19 @@ class Pruner:
 
     def attach(self) -> Any:
         """Call `step()` after every optimizer step by itself. Returns a handle with `remove()`."""
-        return Handles([one.register_step_post_hook(lambda *_: self.step()) for one in self._optimizers])
+        # As the hooks of the Listener, these are kept out of a compiled step.
+        hooks = [torch.compiler.disable(partial(self._after, number)) for number in range(len(self._optimizers))]
+        return Handles([one.register_step_post_hook(after) for one, after in zip(self._optimizers, hooks, strict=True)])
+
+    def _after(self, number: int, *_: Any) -> None:
+        """`step()`, called by a step of this optimizer. While others have yet to step, it writes to weights of this one
+        alone: if optimizers step during the backward pass, that may still read the others."""
+        if self._clock.midway and self._clock.taken == self._clock.seen:
+            if not self._is_held():
+                self._zero([n for n, one in enumerate(self._prunables) if self._facts.owner(one) == number])
+                self._listener.note_weights()
+        else:
+            self.step()
 
     def step(self) -> None:
         """Update the masks if an update is due, then zero pruned weights and their optimizer state.
@@ -307,9 +321,14 @@ class Pruner:
     def apply(self) -> None:
         """Zero pruned weights and all optimizer state in their shape; with regrowth, also the facts kept for the score,
         because a weight that comes back starts from nothing."""
+        self._zero(range(len(self._prunables)))
+
+    def _zero(self, numbers: Iterable[int]) -> None:
+        """Do so for these tensors alone."""
         tensors: list[Tensor] = []
         masks: list[Tensor] = []
-        for number, (prunable, mask) in enumerate(zip(self._prunables, self._held.masks, strict=True)):
+        for number in numbers:
+            prunable, mask = self._prunables[number], self._held.masks[number]
             if not self._held.dead[number]:
                 continue
             plain, coded = self._facts.members(prunable)
@@ -324,7 +343,8 @@ class Pruner:
 
     def mask_gradients(self) -> None:
         """Zero the gradients of pruned weights. Optional: call it before clipping, and the norm is that of the kept
-        weights alone. Without clipping it changes nothing: `step()` zeroes pruned weights and their state anyway."""
+        weights alone; or before an optimizer whose steps depend on whole tensors, such as StableAdamW, LAMB and SOAP.
+        Otherwise it changes nothing: `step()` zeroes pruned weights and their state anyway."""
         if self.regrowth is not None and self.regrowth.by_gradient:
             raise RegrowthError(
                 "regrow='gradient' ranks pruned weights by the gradients that mask_gradients() removes. Leave out the"
@@ -369,10 +389,10 @@ class Pruner:
             f" step={self._clock.taken}, tensors={len(self._prunables)}, weights={self._numel:,})"
         )
 
-    def __deepcopy__(self, memo: Any) -> Pruner:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
-            "A Pruner has hooks on its optimizer, so it cannot be copied. Build a new one and load this one's"
-            " state_dict() into it."
+            "A Pruner has hooks on its optimizer, so it cannot be copied or pickled: the copy would count no steps."
+            " Build a new one and load this one's state_dict() into it."
         )
 
     def report(self) -> Report:

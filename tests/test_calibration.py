@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,6 +155,24 @@ def test_default_losses_and_errors_without_one() -> None:
     with eval_mode(model):
         assert not any(p.requires_grad for p in model.parameters())
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_outputs_of_all_kinds_have_logits_or_are_named() -> None:
+    model, targets = nn.Linear(4, 3), torch.randn(5, 3)
+    inputs, returned = torch.randn(5, 4), nn.Identity()
+    expected = (model(inputs) - targets).square().mean()
+
+    def loss_of(wrap: Any, batch: Any) -> Tensor:
+        returned.forward = lambda inputs: wrap(model(inputs))
+        return standard_loss(returned, batch)
+
+    ways: list[Any] = [lambda y: y, lambda y: (y, None), lambda y: {"logits": y}, lambda y: SimpleNamespace(logits=y)]
+    assert all(torch.equal(loss_of(way, (inputs, targets)), expected) for way in ways)
+    assert torch.equal(loss_of(lambda y: {"loss": y.sum()}, {"inputs": inputs}), model(inputs).sum())
+    with pytest.raises(FactError, match=r"returned a dict with 'out', in which no logits are found. Pass loss="):
+        loss_of(lambda y: {"out": y}, (inputs, targets))
+    with pytest.raises(FactError, match=r"No loss is known for batches of tuple \(Tensor, list\)"):
+        loss_of(lambda y: y, (inputs, [1, 2]))
 
 
 def test_large_logits_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,9 +57,9 @@ def test_an_unused_layer() -> None:
 
     report = sc.prune(Chained(Lazy), pairs(), method="sparsegpt")
     assert report.sparsity == 0.5
-    assert any("never used were pruned by magnitude" in note for note in report.notes)
+    assert any("no batch showed" in note and "were pruned by magnitude" in note for note in report.notes)
     report = sc.prune(Chained(Lazy), pairs(), score="magnitude", reconstruct=True)
-    assert any("never used were not reconstructed" in note for note in report.notes)
+    assert any("no batch showed" in note and "were not reconstructed" in note for note in report.notes)
     for order in ("reverse", "forward", "joint"):
         report = sc.probe(Chained(Lazy), pairs(), score="magnitude", order=order, tolerance=1e9)
         assert bool(report.masks["layers.0.idle.weight"].all())
@@ -280,7 +280,7 @@ def test_a_layer_only_later_batches_use_is_reconstructed() -> None:
         batches = [(torch.randn(32, 8) + sign, torch.randint(0, 4, (32,))) for sign in (1, -1)]
         settings: Any = {"method": method} if method else {"score": "magnitude", "reconstruct": True}
         report = sc.prune(model, batches, sparsity=0.5, only="*", **settings)
-        assert not any("never used" in note for note in report.notes)
+        assert not any("no batch showed" in note for note in report.notes)
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), Router(), nn.Linear(8, 4))
     batches = [(torch.randn(4, 8), torch.randint(0, 4, (4,)))]
@@ -341,6 +341,47 @@ def test_weights_that_share_one_storage() -> None:
         found.append([p.detach().clone() for p in model.parameters()])
     for apart, together in zip(*found, strict=True):
         torch.testing.assert_close(together, apart)
+
+
+@pytest.mark.parametrize("way", ["transposed", "overlapping", "columns"])
+def test_parameters_in_the_same_memory_are_refused(way: str) -> None:
+    """Each would have a mask, and together these removed more than was asked for. Columns of one matrix are apart."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    flat = torch.randn(128)
+    both = {
+        "transposed": (flat[:64].view(8, 8), flat[:64].view(8, 8).t()),
+        "overlapping": (flat[:64].view(8, 8), flat[32:96].view(8, 8)),
+        "columns": flat.view(8, 16).split(8, dim=1),
+    }
+    model[2].weight, model[0].weight = map(nn.Parameter, both[way])
+    calls: list[Any] = [
+        lambda **only: sc.prune(model, pairs(), score="magnitude", scope="model", **only),
+        lambda **only: sc.Pruner(model, torch.optim.SGD(model.parameters()), score="magnitude", **only),
+    ]
+    for call in calls:
+        if way == "columns":
+            call()
+            assert int((flat == 0).sum()) == 64
+            continue
+        with pytest.raises(SiteError, match=r"are two parameters in the same memory.*skip='(0|2)\.weight'"):
+            call()
+        call(only="0")
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_inputs_that_are_not_finite_are_refused(bad: float) -> None:
+    """One infinite value gave every weight of that feature the score infinity, and all of them stayed."""
+    model, batches = small(), pairs()
+    batches[1][0][0, 3] = bad
+    before = [p.detach().clone() for p in model.parameters()]
+    calls: list[Any] = [
+        lambda **more: sc.prune(model, batches, **more),
+        lambda **more: sc.probe(model, batches, **more),
+    ]
+    for call in calls:
+        with pytest.raises(FactError, match="The inputs of '0.weight' are not all finite|The loss of a batch is NaN"):
+            call(score="wanda", only="*")
+    assert all(torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
 
 
 def small() -> nn.Sequential:
@@ -423,6 +464,30 @@ def test_quantized_weights_are_left_out_by_name(kind: str, reason: str) -> None:
     for call in (sc.prune, sc.probe):
         with pytest.raises(SiteError, match=re.escape(f"0.weight: {reason}")):
             call(quantized(kind), pairs(), skip="2")  # type: ignore[operator]
+
+
+def test_weights_in_a_sparse_layout_are_left_out_by_name() -> None:
+    model = small()
+    model[0].weight = nn.Parameter(torch.eye(16).to_sparse())
+    with pytest.raises(SiteError, match=r"Nothing to prune.*0.weight: stored as torch.sparse_coo"):
+        sc.Pruner(model, torch.optim.SGD(model.parameters()), only="0.weight")
+    report = sc.prune(small_behind(model), pairs(), only=["first.weight", "last.weight"])
+    assert [row.name for row in report.tensors] == ["last.weight"]
+    assert any(name == "first.weight" and why.startswith("stored as") for name, _, why in report.left_out)
+
+
+def small_behind(model: nn.Sequential) -> nn.Module:
+    """The same layers, the first of which is multiplied as torch multiplies sparse matrices."""
+
+    class Behind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = model[0], model[2]
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.last(torch.sparse.mm(self.first.weight, inputs.t()).t())
+
+    return Behind()
 
 
 def test_a_model_that_says_it_is_quantized() -> None:

@@ -55,6 +55,37 @@ def test_wrappers_of_wrappers_are_looked_into(block: Block) -> None:
     assert pruner.report().step == 2
 
 
+class Averaging:
+    """As Schedule-Free and Lookahead: weights of its own move towards the optimizer's, and evaluation uses those."""
+
+    def __init__(self, inner: Any, name: str) -> None:
+        setattr(self, name, inner)
+        self.inner, self.state = inner, {}  # type: ignore[var-annotated]
+
+    def step(self) -> None:
+        self.inner.step()
+        for parameter in (p for group in self.inner.param_groups for p in group["params"]):
+            own = self.state.setdefault(parameter, {"slow": parameter.detach().clone()})
+            own["slow"].lerp_(parameter.detach(), 0.1)
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for parameter, own in self.state.items():
+            parameter.copy_(own["slow"])
+
+
+@pytest.mark.parametrize("name", ["optimizer", "base_optimizer", "base"])
+def test_weights_that_a_wrapper_keeps_are_zeroed_too(name: str, block: Block) -> None:
+    optimizer = Averaging(torch.optim.AdamW(block.parameters(), lr=0.01), name)
+    pruner = sc.Pruner(block, optimizer, sparsity=0.5, every=2)  # type: ignore[arg-type]
+    train(block, optimizer, 6, pruner.step)  # type: ignore[arg-type]
+    optimizer.eval()
+    assert zeros_of(pruner, block) == 1024
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -167,6 +198,30 @@ def test_a_step_counts_when_all_have_stepped_and_masks_hold_between() -> None:
     step(model, [adamw], 3)
     pruner.step()
     assert pruner.report().step == 2
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_optimizers_that_step_in_the_backward_pass(attached: bool) -> None:
+    """One for each parameter. Between their steps the backward pass still reads weights, which must not change."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    own = {parameter: torch.optim.AdamW([parameter], lr=0.01) for parameter in model.parameters()}
+
+    def take(parameter: Tensor) -> None:
+        own[parameter].step()  # type: ignore[index]
+        own[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in own:
+        parameter.register_post_accumulate_grad_hook(take)
+    pruner = sc.Pruner(model, [*own.values()], sparsity=sc.linear(0.5, begin=0, end=4), every=1, only="*")
+    if attached:
+        pruner.attach()
+    for step in range(6):
+        model(torch.randn(4, 8)).square().mean().backward()
+        if not attached:
+            pruner.step()
+        assert zeros_of(pruner, model) == min(24 * (step + 1), 96)
+    assert pruner.report().step == 6
 
 
 def test_an_optimizer_of_a_list_that_rests_is_told() -> None:
@@ -387,6 +442,36 @@ def test_state_that_can_be_neither_read_nor_zeroed_is_refused() -> None:
     other.step()
     with pytest.raises(FactError, match="so it can neither be read"):
         resumed.step()
+
+
+@pytest.mark.parametrize("beside", ["projector", "GG", "Q", None])
+def test_state_in_another_basis_is_neither_read_nor_zeroed(beside: str | None) -> None:
+    """SOAP, GaLore, Conda, ... turn or project gradients first; without `beside`, Shampoo's factor of a square weight.
+    A zero in such state would reach other weights: SOAP divides by the root of it."""
+    state = {"momentum_buffer": torch.rand(16, 16)} | ({} if beside is None else {beside: object()})
+    turned = {"pre_cond_0", "exp_avg_sq"} if beside else {"pre_cond_0"}
+    state |= {name: torch.rand(16, 16) for name in turned}
+    before = {name: state[name].clone() for name in turned}
+
+    def pruner_of(score: str) -> tuple[sc.Pruner, nn.Linear]:
+        layer = nn.Linear(16, 16, bias=False)
+        optimizer = Coded(layer.parameters(), lr=0.01)
+        optimizer.keep = lambda own, _: own.update(state)
+        pruner = sc.Pruner(layer, optimizer, score=score, sparsity=0.5, every=1, only="*")
+        layer.weight.grad = torch.randn(16, 16)
+        optimizer.step()
+        return pruner, layer
+
+    pruner, layer = pruner_of("magnitude")
+    pruner.step()
+    assert zeros_of(pruner, layer) == 128
+    assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    if beside is None:
+        assert bool((state["momentum_buffer"][~pruner.masks["weight"]] == 0).all())  # type: ignore[index]
+        return
+    message = rf"Coded keeps its moments in another basis than the weights \(by '{beside}'\), .* work here: .*magnitude"
+    with pytest.raises(FactError, match=message):
+        pruner_of("variance")[0].step()
 
 
 def numbered(state: dict[str, Any], parameter: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -130,10 +131,14 @@ def test_mixture_of_experts_of_transformers() -> None:
     assert any(item.name == "lm_head.weight" and item.reason.startswith("head") for item in left_out)
 
 
-def test_names_are_the_users_own_inside_wrappers(block: Block) -> None:
-    compiled = torch.compile(block, backend="eager")
-    optimizer = torch.optim.AdamW(compiled.parameters())
-    assert sorted(sc.Pruner(compiled, optimizer).masks) == ["down.weight", "up.weight"]
+@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel])
+def test_names_are_the_users_own_inside_wrappers(wrap: Any, block: Block) -> None:
+    wrapped = wrap(block)
+    pruner = sc.Pruner(wrapped, torch.optim.AdamW(wrapped.parameters()))
+    assert sorted(pruner.masks) == ["down.weight", "up.weight"]
+    sc.Pruner(block, torch.optim.AdamW(block.parameters())).load_state_dict(pruner.state_dict())
+    for copied in (copy.deepcopy(wrapped), copy.deepcopy(block)):
+        pruner.apply_to(copied)
 
 
 def test_a_stateless_site_is_named(block: Block) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import secateur as sc
 from secateur import kernels
@@ -169,6 +171,30 @@ def test_weights_whose_gradient_is_zero_go_first(settings: dict[str, Any]) -> No
     report = work(model, batches, sparsity=0.4, skip="0", **settings)
     assert not bool(report.masks["2.weight"][:, :8].any())
     assert not [note for note in report.notes if "No inputs reached" in note]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("work", [sc.prune, sc.probe])
+def test_layers_with_inputs_and_without_gradients_are_said(stopped: bool, work: Any) -> None:
+    """Reentrant checkpointing gives a block no gradients if none of its inputs needs one, and all of it was pruned."""
+    torch.manual_seed(0)
+    first, block, last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block, self.last = first, block, last
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            state = first(inputs)
+            return last(checkpoint(block, state, use_reentrant=stopped) + state)
+
+    _, batches = classifier()
+    with pytest.warns(UserWarning, match="requires_grad") if stopped else nullcontext():
+        report = work(Checkpointed(), batches, score="variance", only=["block", "last"])
+    told = [note for note in report.notes if "256 weights have inputs, but their gradients are all zero" in note]
+    assert bool(told) == stopped
+    assert all("block.weight (256)" in note and "use_reentrant=True" in note for note in told)
 
 
 def test_layers_the_batches_never_call_are_kept_and_said() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import logging
+import pickle
 import weakref
 from typing import Any
 
@@ -103,6 +105,23 @@ def test_attach_makes_it_one_line(block: Block) -> None:
     handle.remove()
     train(block, optimizer, 1)
     assert sum(int((w == 0).sum()) for w in (block.up.weight, block.down.weight)) < zeros
+
+
+def test_attached_it_stays_out_of_a_compiled_step() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    pruner = sc.Pruner(layer, optimizer, score="magnitude", sparsity=sc.linear(0.5, begin=0, end=6), every=1, only="*")
+    pruner.attach()
+    compiled = torch.compile(optimizer.step, backend="eager")
+    for _ in range(8):
+        layer(torch.randn(8, 4)).square().mean().backward()
+        compiled()
+        assert int((layer.weight == 0).sum()) == pruner.report().pruned
+    assert pruner.report().pruned == 8
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_a_forgotten_pruner_is_freed(block: Block) -> None:
@@ -629,8 +648,10 @@ def test_plain_sgd_is_told_that_it_keeps_nothing(block: Block) -> None:
 
 def test_a_pruner_cannot_be_copied(block: Block) -> None:
     pruner = sc.Pruner(block, torch.optim.AdamW(block.parameters()))
-    with pytest.raises(StateError, match="has hooks on its optimizer, so it cannot be copied"):
-        copy.deepcopy(pruner)
+    ways: list[Any] = [copy.deepcopy, copy.copy, pickle.dumps, lambda it: torch.save({"pruner": it}, io.BytesIO())]
+    for way in ways:
+        with pytest.raises(StateError, match="has hooks on its optimizer, so it cannot be copied or pickled"):
+            way(pruner)
 
 
 def test_loading_forgets_what_the_old_run_did(block: Block) -> None:

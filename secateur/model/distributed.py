@@ -120,7 +120,7 @@ def _dtensor_type() -> Any:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel and torch.compile, whose wrappers prefix every name."""
+    """The user's own module inside DistributedDataParallel, DataParallel and torch.compile, which prefix every name."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"A torch.nn.Module is needed, not a {type(model).__name__}.")
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
@@ -128,7 +128,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             "FullyShardedDataParallel flattens weights into vectors. Shard with torch's fully_shard (FSDP2) instead."
         )
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
         elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
             model = model._orig_mod  # type: ignore[assignment]

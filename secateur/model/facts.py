@@ -39,6 +39,11 @@ NUMBERED = {
 }
 BLOCK = 256  # values of bitsandbytes that share a scale
 
+# State of optimizers that turn or project gradients (SOAP, Kron; GaLore, APOLLO, Conda). Beside it, a number of a
+# moment is of no single weight, even if the shape is the same. Shampoo has factors of that shape if it is square.
+BASES = ("projector", "GG", "Q")
+FACTORS = ("precond", "pre_cond", "inv_precond", "inv_pre_cond")
+
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a GradScaler made a fused optimizer skip this step."""
@@ -125,16 +130,26 @@ def _encodes(value: Tensor) -> bool:
     return type(value).dequantize is not Tensor.dequantize
 
 
+def basis_in(state: Mapping[str, Any]) -> str:
+    """The names in an optimizer's state that say its moments are in a basis of their own; empty if they are not."""
+    return ", ".join(repr(name) for name in BASES if name in state)
+
+
 class Facts:
     """The facts about the prunable tensors that these optimizers train: weights, state, betas, and kept facts.
 
-    Each tensor's facts come from the optimizer that trains it.
+    Each tensor's facts come from the optimizer that trains it. Its `wrappers` may keep state of their own, such as slow
+    weights, which is only zeroed.
     """
 
     def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], score: Score, prunables: Sequence[Prunable]
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        score: Score,
+        prunables: Sequence[Prunable],
+        wrappers: Sequence[Sequence[Any]] = (),
     ) -> None:
-        self._optimizers, self._score = optimizers, score
+        self._optimizers, self._score, self._wrappers = optimizers, score, wrappers
         self._groups: list[dict[int, dict[str, Any]]] = [_groups_of(optimizer) for optimizer in optimizers]
         self._owners = {key: number for number, groups in enumerate(self._groups) for key in groups}
         self.prunables = [prunable for prunable in prunables if id(prunable.parameter) in self._owners]
@@ -175,7 +190,9 @@ class Facts:
         _, state, meant = self._own(prunable)
         plain: dict[str, Tensor] = {}
         coded: dict[str, Coded] = {}
-        for key, value in state.items():
+        for key, value in state.items() if not basis_in(state) else ():
+            if str(key).startswith(FACTORS):
+                continue
             if isinstance(value, Tensor) and value.shape == prunable.parameter.shape and value.is_floating_point():
                 part = local(value)
                 if _encodes(part):
@@ -185,7 +202,19 @@ class Facts:
         for number in (1, 2) if "state1" in state else ():
             if (one := _numbered(state, local(prunable.parameter.detach()).shape, number)) is not None:
                 coded[meant.get(f"state{number}", f"state{number}")] = one
-        return plain, coded
+        return plain | self._kept_around(prunable), coded
+
+    def _kept_around(self, prunable: Prunable) -> dict[str, Tensor]:
+        """State in the weight's shape that wrappers of its optimizer keep: slow weights, Schedule-Free's z."""
+        found = {}
+        for wrapper in self._wrappers[self.owner(prunable)] if self._wrappers else ():
+            state = getattr(wrapper, "state", None)
+            own = state.get(prunable.parameter) if isinstance(state, Mapping) else None
+            other = isinstance(own, Mapping) and own is not self._own(prunable)[1]  # Accelerate's shows the optimizer's
+            for key, value in own.items() if own is not None and other else ():
+                if isinstance(value, Tensor) and value.shape == prunable.parameter.shape and value.is_floating_point():
+                    found[f"{type(wrapper).__name__}.{key}"] = local(value)
+        return found
 
     def kept_of(self, prunable: Prunable) -> list[Tensor]:
         """The facts kept about this tensor for the score."""
@@ -269,7 +298,9 @@ class Facts:
                 f"{kind} has no state for {prunable.name!r}, which has had no gradient yet: leave it out with skip=..."
             )
         else:
-            found = f"{kind} keeps {keeps or 'nothing shaped like the weights'}"
+            basis = basis_in(self._own(prunable)[1])
+            other = f"its moments in another basis than the weights (by {basis}), where no number is of one weight"
+            found = f"{kind} keeps {other if basis else keeps or 'nothing shaped like the weights'}"
             found += f" for {self._listed(missing)}" if len(self._optimizers) > 1 else ""
         # A score works here if every tensor has its facts, whichever optimizer trains it.
         known = [one for one in self.prunables if self.has_state(one)] or [prunable]

@@ -24,12 +24,13 @@ IDLE = 8  # steps of one optimizer before another of the list that has not stepp
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
-    """One torch optimizer or a list of them, taken out of wrappers such as Accelerate's."""
+def optimizers_in(given: Any) -> tuple[list[torch.optim.Optimizer], list[list[Any]]]:
+    """One torch optimizer or a list of them, taken out of wrappers such as Accelerate's, and the wrappers of each."""
     several = isinstance(given, list | tuple)
     if several and not given:
         raise OptimizerError("Pruner needs an optimizer; got an empty list. Pass the one whose step() your loop calls.")
-    found = [_unwrapped(one) for one in (given if several else [given])]
+    chains = [_chain(one) for one in (given if several else [given])]
+    found = [chain[-1] for chain in chains]
     owners: dict[int, int] = {}
     for number, optimizer in enumerate(found):
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -38,15 +39,16 @@ def optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
                     f"A parameter of shape {tuple(parameter.shape)} is in two of the {len(found)} optimizers, which"
                     " would both step it. Give every parameter to one optimizer."
                 )
-    return found
+    return found, [chain[:-1] for chain in chains]
 
 
-def _unwrapped(given: Any) -> torch.optim.Optimizer:
-    """The innermost `.optimizer` of a wrapper: the one that has the state and calls its hooks."""
+def _chain(given: Any) -> list[Any]:
+    """A wrapper, what it wraps, and so on to the innermost optimizer: the one that has the state and calls its hooks.
+    It is in `.optimizer`; SAM has it in `.base_optimizer`, Schedule-Free in `.base`."""
     if reason := _not_an_optimizer(given):
         raise OptimizerError(f"Pruner needs a torch.optim.Optimizer, or a list of them; got {reason}")
     inner, seen = given, [given]
-    while (deeper := getattr(inner, "optimizer", None)) is not None and not any(deeper is one for one in seen):
+    while (deeper := _inside(inner)) is not None and not any(deeper is one for one in seen):
         inner = deeper
         seen.append(inner)
     if not isinstance(inner, torch.optim.Optimizer):
@@ -55,7 +57,14 @@ def _unwrapped(given: Any) -> torch.optim.Optimizer:
             "Pruner needs a torch.optim.Optimizer, a list of them, or a wrapper with one in .optimizer, to count its"
             f" steps and read its state; got {what}. Pass the optimizer whose step() your loop calls."
         )
-    return inner
+    return seen
+
+
+def _inside(wrapper: Any) -> Any:
+    """What this wraps, or None."""
+    others = (getattr(wrapper, name, None) for name in ("base_optimizer", "base"))
+    other = next((one for one in others if isinstance(one, torch.optim.Optimizer)), None)
+    return getattr(wrapper, "optimizer", None) or other
 
 
 def _not_an_optimizer(given: Any) -> str | None:

@@ -119,6 +119,7 @@ def find_prunable(
             start += found.parameter.numel()
         else:
             left_out.append(found)
+    _check_apart(prunables)
     return prunables, left_out
 
 
@@ -225,6 +226,8 @@ def _impossible(use: Use) -> str | None:
         return f"{foreign}, not plain numbers (prune before quantizing)"
     if parameter.is_complex():
         return "complex"
+    if parameter.layout != torch.strided:
+        return f"stored as {parameter.layout}, without a place for every weight"
     return use.adapter or VECTOR if parameter.ndim < 2 else None
 
 
@@ -355,6 +358,36 @@ def _check_globs(uses: Sequence[Use], patterns: Iterable[str]) -> None:
             raise SiteError(
                 f"No parameter or module matches {glob!r}. Names look like {uses[0].name!r} and {uses[-1].name!r}."
             )
+
+
+def _check_apart(prunables: Sequence[Prunable]) -> None:
+    """Refuse different parameters in the same memory: each would have a mask, and all masks would zero all of them."""
+    stored: dict[int, list[tuple[Prunable, Tensor]]] = {}
+    for prunable in prunables:
+        part = local(prunable.parameter.detach())
+        if not part.is_meta and part.numel() and (address := part.untyped_storage().data_ptr()):
+            stored.setdefault(address, []).append((prunable, part))
+    for found in stored.values():
+        found.sort(key=lambda pair: pair[1].storage_offset())
+        ends = [_end_in_storage(part) for _, part in found]
+        if all(end <= part.storage_offset() for end, (_, part) in zip(ends, found[1:], strict=False)):
+            continue
+        owners = torch.full((max(ends),), -1, dtype=torch.int32, device="cpu")  # columns of one matrix alternate
+        for number, (prunable, part) in enumerate(found):
+            mine = owners.as_strided(part.shape, part.stride(), part.storage_offset())
+            if (other := int(mine.max())) >= 0:
+                raise SiteError(
+                    f"{found[other][0].name!r} and {prunable.name!r} are two parameters in the same memory, so their"
+                    f" masks would contradict each other. Leave one out with skip={prunable.name!r}, or tie them as one"
+                    " parameter."
+                )
+            mine.fill_(number)
+
+
+def _end_in_storage(tensor: Tensor) -> int:
+    """The place after a tensor's last number in its storage."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)) + 1
 
 
 def _check_unpacked(modules: Mapping[str, nn.Module]) -> None:

@@ -456,7 +456,8 @@ def gather_inputs(
 
 
 def check_seen(statistics: InputStatistics, sites: Collection[Prunable]) -> None:
-    """Refuse weights that took part in a computation without a matmul or convolution that shows their inputs."""
+    """Refuse weights that took part in a computation without a matmul or convolution that shows their inputs, and
+    inputs that are not all finite."""
     squares, touched = statistics.squares, statistics.touched
     hidden = [site.name for site in sites if site.name not in squares and site.name in touched]
     if hidden:
@@ -464,3 +465,6 @@ def check_seen(statistics: InputStatistics, sites: Collection[Prunable]) -> None
             f"The inputs of {', '.join(map(repr, hidden[:3]))} cannot be seen: they are used, but in no matmul or"
             " convolution that can be intercepted. Leave them out with skip=..., or use a score that reads gradients."
         )
+    for name, sums in squares.items():
+        if not bool(sums.isfinite().all()):
+            raise FactError(f"The inputs of {name!r} are not all finite: look for infinities or NaN in the batches.")

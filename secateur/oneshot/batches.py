@@ -66,19 +66,21 @@ def standard_loss(model: nn.Module, batch: Batch) -> Tensor:
     mean squared error for others.
     """
     if isinstance(batch, Mapping):
-        loss = getattr(model(**batch), "loss", None)
+        output = model(**batch)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None:
             raise FactError("The model returned no loss for this batch. Put labels into it, or pass loss=...")
         return torch.as_tensor(loss)
     if isinstance(batch, Tensor) and not batch.is_floating_point():
         return _next_token_loss(model, batch)
-    if isinstance(batch, tuple | list) and len(batch) == 2:
+    if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
         outputs, targets = logits_of(model(batch[0])), batch[1]
         compare = nn.functional.mse_loss if targets.is_floating_point() else cross_entropy
         return compare(outputs, targets)
+    inside = ", ".join(type(value).__name__ for value in batch) if isinstance(batch, tuple | list) else ""
     raise FactError(
-        f"No loss is known for batches of {type(batch).__name__}. Give token ids, (inputs, targets) or a mapping with"
-        " labels, or pass loss=..., a function of the model and a batch."
+        f"No loss is known for batches of {type(batch).__name__}{inside and f' ({inside})'}. Give token ids, (inputs,"
+        " targets) or a mapping with labels, or pass loss=..., a function of the model and a batch."
     )
 
 
@@ -114,8 +116,15 @@ def _refuse_encoder_decoder(model: nn.Module) -> None:
 
 def logits_of(output: Any) -> Tensor:
     """The logits in a model's output: its `logits`, the first element of a tuple, or the output itself."""
-    found = getattr(output, "logits", output[0] if isinstance(output, tuple | list) else output)
-    return torch.as_tensor(found)
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    found = found[0] if isinstance(found, tuple | list) and found else found
+    if not isinstance(found, Tensor):
+        held = f" with {', '.join(map(repr, output))}" if isinstance(output, Mapping) else ""
+        raise FactError(
+            f"The model returned a {type(output).__name__}{held}, in which no logits are found. Pass loss=..., a"
+            " function of the model and a batch."
+        )
+    return found
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

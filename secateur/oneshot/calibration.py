@@ -184,6 +184,7 @@ class CalibratedModel:
         self._churn = [0] * len(self.sites)
         self._removed: list[tuple[Tensor, Tensor, Tensor]] | None = None  # weights, which were pruned, their values
         self._reached: dict[str, Tensor] = {}
+        self._idle: dict[str, int] = {}  # weights with inputs but without gradients, by name
         self.held = Held([site.parameter.detach() for site in self.sites], self.sites)
         counts = [int(site.parameter.detach().count_nonzero()) for site in self.sites]
         self._pruned_before = [site.parameter.numel() - n for site, n in zip(self.sites, counts, strict=True)]
@@ -287,9 +288,22 @@ class CalibratedModel:
         found = facts["reached"] if statistic is None else has_gradients(site, statistic)
         found = found.cpu() | self._reached.get(site.name, torch.tensor(False, device="cpu"))
         if not bool(found.all()) and "reached" not in facts:
-            found |= self._input_counts.reached(site).cpu()
+            idle = ~found & self._input_counts.reached(site).cpu()
+            self._note_idle(site, int(idle.sum()) * site.parameter.numel() // len(idle))
+            found |= idle
         self._reached[site.name] = found
         return found
+
+    def _note_idle(self, site: Prunable, count: int) -> None:
+        """Say which weights are used and have no gradient: nothing tells dead units from a backward pass cut short."""
+        self._idle |= {site.name: count} if count else {}
+        if self._idle:
+            named = [f"{name} ({count:,})" for name, count in self._idle.items()]
+            self.notes["idle"] = (
+                f"{sum(self._idle.values()):,} weights have inputs, but their gradients are all zero, so they go first."
+                " That is wrong where no_grad, detach or checkpointing with use_reentrant=True stops the backward pass:"
+                f" {', '.join(named[:4])}{', ...' if named[4:] else ''}"
+            )
 
     @cached_property
     def _input_counts(self) -> InputCounts:

@@ -473,4 +473,7 @@ def sparsegpt(calibrated: CalibratedModel, sparsity: float, pattern: Pattern | N
 def _note_unused(calibrated: CalibratedModel, unused: list[Prunable], what: str) -> None:
     if unused:
         shown = ", ".join(site.name for site in unused[:3]) + (", ..." if unused[3:] else "")
-        calibrated.notes["unused"] = f"{len(unused)} layers that the batches never used {what}: {shown}"
+        calibrated.notes["unused"] = (
+            f"{len(unused)} layers whose inputs no batch showed (never called, or in an operation that hides them, such"
+            f" as a recurrent one) {what}: {shown}"
+        )
