@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 import secateur as sc
 from secateur.cli import main
 from secateur.cli.inspect import BUYS
+from secateur.errors import ModelError
 from secateur.inference import saving
 from secateur.inference.packed import packed_layers
 from tests import tiny
@@ -156,6 +159,31 @@ def test_damaged_folders_leave_nothing_behind(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "empty").mkdir()
     assert "holds no .safetensors" in refused(capsys, export(tmp_path / "empty", "--out", tmp_path / "b"))
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("form", ["packed", "dense"])
+def test_quantized_models_and_adapters_are_refused(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    shutil.copytree(dense, tmp_path / "awq")
+    config = json.loads((tmp_path / "awq" / "config.json").read_text())
+    quantized = config | {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "awq" / "config.json").write_text(json.dumps(quantized))
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    shutil.copy(dense / "model.safetensors", tmp_path / "lora" / "adapter_model.safetensors")
+    for name, message in (("awq", r"awq is quantized \(awq\)"), ("lora", "holds an adapter of PEFT")):
+        said = refused(capsys, export(tmp_path / name, "--format", form, "--out", tmp_path / "a"))
+        assert re.search(message, said)
+    assert not (tmp_path / "a").exists()
+
+
+def test_quantized_models_are_not_saved_packed(tmp_path: Path) -> None:
+    model = sparsify(tiny.llama())
+    model.config.quantization_config = {"quant_method": "awq", "bits": 4}
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM is quantized \(awq\)"):
+        sc.save(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 def test_what_a_folder_lacks_is_said_by_its_own_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 
 import secateur as sc
 from secateur.cli import main
-from secateur.errors import ModelError
+from secateur.errors import ModelError, SaveError
 from secateur.inference import exporters
 from tests import tiny
-from tests.damage import refused
+from tests.damage import refused, small_disk
 from tests.test_saving import TOKENS, logits, sparsify
 
 transformers = pytest.importorskip("transformers")
@@ -164,6 +165,24 @@ def test_what_an_exporter_cannot_express_is_said_in_a_line(tmp_path: Path) -> No
     )
     with pytest.raises(ModelError, match="No format 'gguf'. Use one of '24', 'onnx', 'openvino'"):
         exporters.export_for("gguf", tiny.llama(), tmp_path / "a")
+
+
+def no_space(*_: Any) -> Any:
+    with exporters._quietly("ONNX", "Model"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporters, "_libraries", lambda kind: [])
+    monkeypatch.setitem(exporters.KINDS, "onnx", no_space)
+    with pytest.raises(SaveError, match=r"a could not be written \(No space left on device\)"):
+        exporters.export_for("onnx", tiny.llama(), tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+    with (
+        small_disk(tmp_path / "disk", 12_000) as folder,
+        pytest.raises(SaveError, match=r"a needs about 0 MB, and the disk has 0 MB left. Free some space"),
+    ):
+        exporters.export_for("onnx", tiny.llama(), folder / "a")
 
 
 def two_of_four(dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -293,6 +293,20 @@ def test_files_round_trip(tmp_path: Path, shard: int) -> None:
             assert json.loads(opened.metadata()["secateur"])["version"] == 2
 
 
+def test_whole_lines_of_a_file_are_aligned_as_torch_aligns_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    packed = form.pack_weight(torch.randn(7, 5).relu())
+    odd = {"odd": torch.ones(3), "few": torch.ones(5, dtype=torch.bfloat16), "packed": packed}
+    write_weights(tmp_path, {**odd, **{str(size): torch.randn(8, size) for size in (8, 20, 2)}})
+    begin = int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little") + 8
+    header = json.loads((tmp_path / "model.safetensors").read_bytes()[8:begin])
+    assert begin % 64 == 0
+    assert all(header[size]["data_offsets"][0] % 64 == 0 for size in ("8", "20", "2"))
+    assert all(header[name]["data_offsets"][0] % 4 == 0 for name in ("odd", "packed"))
+    assert header["few"]["data_offsets"][0] % 2 == 0
+    assert torch.equal(files.load_file(tmp_path / "model.safetensors")["odd"], torch.ones(3))
+
+
 def test_shards_have_the_index_of_hugging_face(tmp_path: Path) -> None:
     names = write_weights(tmp_path, weights(), shard=300)
     assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
@@ -429,6 +443,13 @@ def test_files_that_contradict_themselves_are_refused(tmp_path: Path, changes: d
     files.save_file(tensors, tmp_path / "model.safetensors", metadata={"secateur": text, "secateur_sha256": digest})
     with pytest.raises(ModelError, match=message):
         read_all(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_noticed(tmp_path: Path) -> None:
+    for number in (1, 2):
+        files.save_file({f"{number}": torch.ones(1), "a": torch.full((1,), number)}, tmp_path / f"{number}.safetensors")
+    with pytest.raises(ModelError, match=r"a is in .*1.safetensors and in .*2.safetensors. Remove"):
+        WeightFiles(weight_files(tmp_path))
 
 
 def test_a_missing_or_foreign_shard_is_noticed(tmp_path: Path) -> None:

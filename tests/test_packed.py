@@ -56,6 +56,17 @@ def test_unpacking_is_exact_and_keeps_what_belongs_to_a_layer() -> None:
     assert [layer.training for layer in model] == [False, False, True, False]
 
 
+def test_hooks_of_packed_layers_survive_unpacking() -> None:
+    model, seen = network(), list[str]()
+    sc.pack(model, memory=True)
+    handle = model[0].register_forward_hook(lambda *_: seen.append("after"))
+    model[0].register_forward_pre_hook(lambda *_, **__: seen.append("before"), with_kwargs=True)
+    sc.unpack(model)(torch.randn(1, 37))
+    handle.remove()
+    model(torch.randn(1, 37))
+    assert seen == ["before", "after", "before"]
+
+
 def test_negative_zero_comes_back_as_zero() -> None:
     model = network()
     with torch.no_grad():
@@ -321,6 +332,20 @@ def test_autocast_gives_its_dtype(int8: bool) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("given", [torch.float64, torch.int64])
+def test_autocast_leaves_what_torch_leaves(given: torch.dtype) -> None:
+    model, x = network(torch.float64), torch.ones(4, 37, dtype=given)
+    packed = copy.deepcopy(model)
+    sc.pack(packed, memory=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        if given == torch.float64:
+            assert torch.equal(packed(x), model(x))
+        else:
+            for one in (model, packed):
+                with pytest.raises(RuntimeError, match="same dtype"):
+                    one(x)
+
+
 def test_int8_layers_multiply_with_the_rounded_weight() -> None:
     layer, x = network()[0], torch.randn(4, 37)
     packed = PackedLinear.from_linear(layer, int8=True)
@@ -343,6 +368,44 @@ def test_copies_states_and_dtypes() -> None:
     expected = sc.unpack(copy.deepcopy(model)).to(torch.bfloat16)
     assert torch.equal(half(x.to(torch.bfloat16)), expected(x.to(torch.bfloat16)))
     assert model.to("meta")[0].weight.is_meta
+
+
+def test_only_values_of_weights_are_cast() -> None:
+    model, x = network(), torch.randn(4, 37)
+    sc.pack(model, memory=True)
+    int8 = PackedLinear.from_linear(network()[0], int8=True)
+    expected = model(x), int8(x)
+    for layer in (model.type(torch.float64)[0], int8.type(torch.float64)):  # which casts every buffer of a dense model
+        assert layer.weight_mask.dtype == torch.uint8
+        assert layer.offsets.dtype == torch.int64
+        assert layer.weight.dtype == (torch.int8 if layer is int8 else torch.float64)
+    assert torch.allclose(model(x.double()), expected[0].double(), atol=1e-5)
+    assert torch.equal(int8.float()(x), expected[1])
+
+
+def test_assigned_states_bring_their_dtype_and_device() -> None:
+    source, x = network(torch.bfloat16), torch.randn(4, 37, dtype=torch.bfloat16)
+    target, empty = network(sparsity=0.5), network(sparsity=0.5)
+    for model in (source, target, empty):
+        sc.pack(model, memory=True)
+    empty.to("meta")
+    for model in (target, empty):
+        model.load_state_dict(copy.deepcopy(source.state_dict()), assign=True)
+        assert torch.equal(model(x), source(x))
+        assert model[0].dtype == torch.bfloat16
+        assert states_equal(sc.unpack(model), sc.unpack(copy.deepcopy(source)))
+
+
+def test_what_is_packed_in_inference_mode_works_outside_of_it() -> None:
+    model, x = network(), torch.randn(4, 37)
+    expected = model(x)
+    with torch.inference_mode():
+        sc.pack(model, memory=True)
+    assert torch.equal(model(x), expected)  # the bias requires gradients
+    with torch.inference_mode():
+        sc.unpack(model)
+    model(x).sum().backward()
+    assert model[0].weight.grad is not None
 
 
 def test_casting_keeps_the_scales_of_int8_values() -> None:

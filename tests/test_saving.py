@@ -239,6 +239,78 @@ def test_families_whose_tensors_have_other_names_in_files(tmp_path: Path, way: s
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in before.items())
 
 
+def test_a_base_whose_tensors_have_other_names_in_files(tmp_path: Path) -> None:
+    model = sparsify(vit())
+    sc.save(model, tmp_path / "a")
+    base = transformers.AutoModel.from_pretrained(tmp_path / "a")
+    assert len(packed_layers(base)) == 6
+    x = torch.randn(1, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(base(x).last_hidden_state, model.vit(x).last_hidden_state)
+    base.save_pretrained(tmp_path / "b")
+    head = transformers.ViTForImageClassification.from_pretrained(tmp_path / "b")
+    assert len(packed_layers(head)) == 6
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has no DeepSeek V4")
+def test_weights_whose_masks_would_get_another_name_stay_dense(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "head_dim": 8, "q_lora_rank": 16, "vocab_size": 40, "index_topk": 4}
+    experts = {"n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64}
+    model = sparsify(transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**sizes, **heads, **experts)))
+    loaded = sc.load(sc.save(model, tmp_path / "a"))
+    assert "lm_head" not in dict(packed_layers(loaded))  # transformers renames it by a pattern that ends in ".weight"
+    assert len(packed_layers(loaded)) > 5
+    loaded.save_pretrained(tmp_path / "b")
+    for folder in "ab":
+        again = sc.load(tmp_path / folder, packed=False)
+        assert all(torch.equal(again.state_dict()[name], one) for name, one in model.state_dict().items())
+    sc.pack(model, memory=True)
+    with pytest.raises(ModelError, match="lm_head.weight is packed, and transformers renames parts of it"):
+        sc.save(model, tmp_path / "c")
+
+
+def test_families_that_draw_weights_for_all_that_is_called_linear(tmp_path: Path) -> None:
+    sizes = {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "vocab_size": 50}
+    config = transformers.FunnelConfig(**sizes, block_sizes=[1, 1], num_decoder_layers=1)
+    model = sparsify(transformers.FunnelForMaskedLM(config))
+    loaded = sc.load(sc.save(model, tmp_path / "a"))
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_models_that_accelerate_offloads(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    model = sparsify(tiny.llama(attention_bias=True))
+    sc.save(model, tmp_path / "a")
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    settings = {
+        "device_map": {**places, "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"},
+        "offload_folder": tmp_path / "disk",
+    }
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a", **settings)
+    expected = logits(model)
+    assert torch.equal(logits(loaded), expected)
+    with pytest.raises(ModelError, match=r"model.layers.1.self_attn.q_proj is offloaded by accelerate"):
+        sc.unpack(loaded)
+    assert torch.equal(logits(loaded), expected)  # nothing was unpacked
+    with pytest.warns(UserWarning, match="offloaded modules"):
+        sc.save(loaded, tmp_path / "b")
+    assert torch.equal(logits(sc.load(tmp_path / "b")), expected)
+    with pytest.raises(ModelError, match="was offloaded to disk, which packed weights cannot be"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a", **settings, offload_buffers=True)
+
+
+def test_biases_that_files_lack_are_zero(tmp_path: Path) -> None:
+    model = sparsify(tiny.llama())
+    sc.save(model, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
+    with pytest.warns(UserWarning, match="lacks 8 tensors"):
+        loaded = sc.load(tmp_path / "a")
+    assert not any(layer.bias.any() for _, layer in packed_layers(loaded) if layer.bias is not None)
+    assert torch.equal(logits(loaded), logits(model))
+
+
 @pytest.mark.parametrize("way", ["save", "pack"])
 def test_layers_that_mamba_reads_itself_stay_dense(tmp_path: Path, way: str) -> None:
     config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=50, state_size=8)

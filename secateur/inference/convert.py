@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from secateur.files import read_json
 from secateur.inference.format import (
     AGAIN,
     INDEX,
+    MASK,
     PARTS,
     SINGLE,
     Lazy,
@@ -34,6 +35,7 @@ from secateur.inference.format import (
     weight_files,
     write_weights,
 )
+from secateur.inference.packed import packed_layers
 
 CONFIG = "config.json"
 ZSTD = ".zst"
@@ -144,12 +146,36 @@ def file_names(model: nn.Module) -> dict[str, str]:
     """Names in files of the tensors that `save_pretrained` writes as they are, by their names in the model.
 
     transformers keeps the names of older versions in files for some families, such as ViT, and splits or joins some
-    tensors; those are not listed.
+    tensors; those are not listed, nor are weights whose mask would not get the new name of the weight.
     """
-    named = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    stand_ins = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named.items()}
-    known = {id(stand_in): name for name, stand_in in stand_ins.items()}
-    return {known[id(tensor)]: name for name, tensor in as_in_files(model, stand_ins).items() if id(tensor) in known}
+    named = {name: tensor.shape for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    named |= {f"{name}.weight": torch.Size(layer.packed.shape) for name, layer in packed_layers(model)}
+    stand_ins = {name: torch.empty(shape, device="meta") for name, shape in named.items()}
+    masks = {name + MASK: torch.empty_like(one) for name, one in stand_ins.items() if name.endswith(".weight")}
+    known = {id(stand_in): name for name, stand_in in (stand_ins | masks).items()}
+    saved = as_in_files(model, stand_ins | masks)
+    found = {known[id(tensor)]: name for name, tensor in saved.items() if id(tensor) in known}
+    apart = {name for name, file in found.items() if name + MASK in masks and found.get(name + MASK) != file + MASK}
+    return {name: file for name, file in found.items() if name in named and name not in apart}
+
+
+def loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Names in the model, as transformers finds them, by names in files: renamed, with or without the prefix of a model
+    that has a head. Those of tensors that are split or joined are not listed."""
+    loading = library("transformers.core_model_loading", "Loading a model", HF_EXTRA)
+    mapping = library("transformers.conversion_mapping", "Loading a model", HF_EXTRA)
+    changes = mapping.get_model_conversion_mapping(model)
+    renamed = [change for change in changes if isinstance(change, loading.WeightRenaming)]
+    joined = [change for change in changes if isinstance(change, loading.WeightConverter)]
+    prefix, state = model.base_model_prefix, model.state_dict()
+    found = {}
+    for name in names:
+        target, split = loading.rename_source_key(name, renamed, joined, prefix, state)
+        if target not in state:  # transformers' own second try
+            target, split = loading.rename_source_key(name, [], [], prefix, state)
+        if split is None:
+            found[name] = target
+    return found
 
 
 def as_in_files(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -157,6 +183,19 @@ def as_in_files(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Te
     loading = library("transformers.core_model_loading", "Saving a model", HF_EXTRA)
     saved: dict[str, Tensor] = loading.revert_weight_conversion(model, dict(tensors))
     return saved
+
+
+def read_config(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:
+    """The config of a Hugging Face folder. Refuses a model that another library has quantized, calling it `name`."""
+    config: dict[str, Any] = read_json(Path(folder) / CONFIG, dict, ModelError, AGAIN)
+    found = config.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, dict) else found
+    if method not in (None, METHOD):
+        raise ModelError(
+            f"{name} is quantized ({method}), and quantized weights cannot be packed or converted. Load it with"
+            " transformers, call model.dequantize() and model.save_pretrained, or start from the model it was made of."
+        )
+    return config
 
 
 def mark_config(folder: str | os.PathLike[str], version: int) -> None:

@@ -22,7 +22,7 @@ from torch.sparse import SparseSemiStructuredTensorCUTLASS
 from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
 
 from secateur.errors import ModelError, library
-from secateur.files import appearing
+from secateur.files import appearing, check_room
 from secateur.inference.packed import linear_layers, unpack
 from secateur.inference.saving import EXPORTED, check_free
 
@@ -31,6 +31,7 @@ LIBRARIES = {"24": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino"
 ONNX, OPENVINO, SEMI = "model.onnx", "openvino_model.xml", "model_24.pt"
 NAMES = ("input_ids", "attention_mask")
 TOLERANCE = 1e-3  # largest difference of the logits relative to the largest logit; runtimes sum in another order
+FP32 = 4  # bytes a weight, as ONNX and OpenVINO get them
 TILE = (32, 64)  # rows and columns that torch's 2:4 tensors of 16 bits are made of
 BRINGS = "Zeros stay, {} does not use them: weights are as large as dense ones in fp32. There is no cache of keys."
 SAID = 300  # letters of an exporter's error that are shown
@@ -54,6 +55,8 @@ def export_for(
     in place, and weights are fp32 for the first two."""
     check_export(kind, folder, overwrite=overwrite)
     unpack(model).eval()
+    if kind != "24":
+        check_room(folder, sum(FP32 * parameter.numel() for parameter in model.parameters()))
     with appearing(Path(folder).absolute()) as partial, torch.no_grad():
         done = KINDS[kind](model, partial)
         model.config.save_pretrained(partial)
@@ -118,7 +121,7 @@ def _quietly(program: str, name: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except ModelError:
+    except (ModelError, OSError):  # a full disk is no fault of the model
         raise
     except Exception as error:  # exporters raise almost any type
         cause: BaseException = error

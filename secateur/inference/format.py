@@ -39,6 +39,7 @@ MASK, GROUPS, SCALE = "_mask", "_groups", "_scale"
 PARTS = (MASK, GROUPS, SCALE)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = 5 * 10**9  # bytes in a file before the next is begun
+ALIGNED = 64  # bytes to which torch aligns tensors
 LARGEST = 127  # int8
 AGAIN = "Save the model again, or fetch the file again."
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -266,9 +267,10 @@ def _shard_name(number: int, of: int) -> str:
 
 
 def _place(names: Sequence[str], layout: Mapping[str, dict[str, _Part]], described: Mapping[str, Any]) -> int:
-    """Give every part of a file its place, large elements first so that all are aligned; returns where data begins."""
-    start = 0
-    for part in sorted((one for name in names for one in layout[name].values()), key=lambda one: -one.dtype.itemsize):
+    """Give every part of a file its place; returns where data begins. Tensors of whole cache lines come first, aligned
+    as torch aligns its own, which changes how some sums are rounded; then large elements, so that all are aligned."""
+    start, parts = 0, [one for name in names for one in layout[name].values()]
+    for part in sorted(parts, key=lambda one: (one.nbytes % ALIGNED != 0, -one.dtype.itemsize)):
         part.start, start = start, start + part.nbytes
     return len(_header(names, layout, described))
 
@@ -281,7 +283,7 @@ def _header(names: Sequence[str], layout: Mapping[str, Mapping[str, _Part]], des
         place = [one.start, one.start + one.nbytes]
         header[part] = {"dtype": CODES[one.dtype], "shape": one.shape, "data_offsets": place}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNED)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -380,6 +382,10 @@ class WeightFiles(Mapping[str, Weight]):
             names = list(opened.keys())
         except (self._library.SafetensorError, OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{path} cannot be read: {' '.join(str(error).split())}. {AGAIN}") from error
+        if twice := sorted(self._where.keys() & set(names)):
+            raise ModelError(
+                f"{twice[0]} is in {self._where[twice[0]][0]} and in {path}. Remove the file that is too much."
+            )
         self._where |= dict.fromkeys(names, (path, opened))
         if KEY not in said and not foreign:
             raise ModelError(f"{path} was not packed by Secateur, or its metadata is damaged. {AGAIN}")

@@ -78,6 +78,10 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 packed_linear.register_autograd(_gradients, setup_context=_remember)
 
 
+# What users have registered on a layer: attributes of any module.
+HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name and "state_dict" not in name]
+
+
 class PackedLinear(nn.Module):
     """A linear layer for inference whose weight is stored without its zeros.
 
@@ -133,11 +137,11 @@ class PackedLinear(nn.Module):
         self.streams = gpu.streams_for(self.packed, lean=self.lean)
         if self.streams is not None and gpu.suffice(self.streams):
             self._put(gpu.HOST)
+            self.offsets = self.offsets.to(gpu.HOST)
 
     def _put(self, device: torch.device) -> None:
         """Move values and mask."""
         self.weight, self.weight_mask = self.weight.to(device), self.weight_mask.to(device)
-        self.offsets = self.offsets.to(device)
 
     @classmethod
     def from_linear(cls, layer: Any, *, int8: bool = False, lean: bool = False) -> PackedLinear:
@@ -187,8 +191,8 @@ class PackedLinear(nn.Module):
         bias: Tensor | None = self.bias
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            x, values = x.to(dtype), values if self.weight_scale is not None or self.hosted else values.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+            x, bias = _lowered(x, dtype), None if bias is None else _lowered(bias, dtype)
+            values = values if self.weight_scale is not None or self.hosted else _lowered(values, dtype)
         scale, streams = self.weight_scale, self.streams
         if streams is not None and gpu.takes(x, streams, scale is not None, self.few):
             return gpu.decode(x, streams, scale, bias, observed=not _unobserved(x))
@@ -208,14 +212,18 @@ class PackedLinear(nn.Module):
         self._derive(self.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        """Moves and casts; scales stay fp32, as int8 values would lose precision otherwise."""
-        scale, before, hosted = self.weight_scale, (self.device, self.dtype), self.hosted
+        """Moves and casts. Values take another dtype unless they are int8; scales stay fp32, as precision would be lost
+        otherwise, and masks and offsets stay integers even if `fn` casts those."""
+        before, hosted, int8 = (self.device, self.dtype), self.hosted, self.weight_scale is not None
         held = {name: self._buffers.pop(name) for name in ("weight", "weight_mask", "offsets") if hosted}
+        fixed = {name: one for name, one in self._buffers.items() if one is not None and (int8 or name != "weight")}
         super()._apply(fn, recurse)
         like = fn(torch.empty(0, dtype=self.dtype, device=before[0]))
         self.dtype = like.dtype
-        if scale is not None and self.weight_scale is not None and self.weight_scale.dtype != scale.dtype:
-            self.weight_scale = scale.to(self.weight_scale.device)
+        for name, one in fixed.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != one.dtype:
+                self._buffers[name] = one.to(moved.device)
         same = before == (like.device, like.dtype)
         for name, tensor in held.items():
             self._buffers[name] = tensor if same or tensor is None else fn(tensor)
@@ -250,6 +258,8 @@ class PackedLinear(nn.Module):
                 )
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         if not errors:
+            if self.weight_scale is None:
+                self.dtype = self.weight.dtype  # assigned tensors bring theirs
             self._derive(self.device)
 
     def extra_repr(self) -> str:
@@ -261,6 +271,11 @@ class PackedLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
             f" sparsity={gone:.1%}, {self.packed.nbytes:,} bytes instead of {dense:,}"
         )
+
+
+def _lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor as autocast gives it to a linear layer; torch leaves fp64 as it is."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
 def _unobserved(x: Tensor) -> bool:
@@ -351,6 +366,8 @@ FULL = "too few zeros to be smaller packed"
 CHANGED: list[Callable[[nn.Module], None]] = []
 
 
+@torch.inference_mode(False)  # what is packed while it is on can also be used and unpacked while it is off
+@torch.no_grad()
 def pack(model: nn.Module, *, memory: bool = False, inputs: int = 1) -> PackReport:
     """Replace linear layers by packed ones, in place, wherever `inputs` tokens at a time then take less time on their
     device.
@@ -417,16 +434,31 @@ def _timed(layer: Any, made: PackedLinear, zeros: int, inputs: int, known: dict[
     return timing
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def unpack(model: nn.Module) -> nn.Module:
     """Replace packed layers by dense ones, in place, to the bit (-0.0 has become 0.0); returns the model."""
     check_module(model)
     if isinstance(model, PackedLinear):
         raise ModelError("unpack replaces layers inside a model. For a single layer use layer.to_linear().")
-    for name, layer in packed_layers(model):
-        _replace(model, name, layer.to_linear())
+    layers = packed_layers(model)
+    if away := [name for name, layer in layers if _offloaded(layer)]:
+        raise ModelError(
+            f"{away[0]} is offloaded by accelerate and cannot be unpacked. Load the model without offloading it first."
+        )
+    for name, layer in layers:
+        dense = layer.to_linear()
+        for hooks in HOOKS:
+            setattr(dense, hooks, getattr(layer, hooks))
+        _replace(model, name, dense)
     for changed in CHANGED:
         changed(model)
     return model
+
+
+def _offloaded(layer: nn.Module) -> bool:
+    """Whether accelerate fetches values of the layer when it is called."""
+    return hasattr(layer, "_hf_hook") and any(one.is_meta for one in (*layer.parameters(), *layer.buffers()))
 
 
 def check_module(model: object) -> None:

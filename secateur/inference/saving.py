@@ -42,6 +42,7 @@ from secateur.oneshot.batches import is_out_of_memory, usable_device
 from secateur.report import Outcome, Report
 
 PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
+ADAPTER = "adapter_config.json"  # of PEFT
 MANIFEST = "secateur.json"  # of modules that transformers does not know
 EXPORTED = ((forms.CONFIG, MANIFEST), "*model*")  # marks of a folder that an export may overwrite
 COMPRESSIONS = (None, "zstd")
@@ -168,6 +169,7 @@ def _write_pretrained(model: Any, folder: Path, packed: bool, int8: bool, compre
         changed(model)
     only, transposed = packable_names(model)
     model.save_pretrained(plain)
+    forms.read_config(plain, type(model).__name__)
     if already and not forms.is_packed(plain):
         raise ModelError("The packed layers were not saved as such. Call sc.unpack(model) first, then save it.")
     done = forms.convert(plain, folder, packed=packed, only=only, transposed=transposed, int8=int8, compress=compress)
@@ -235,7 +237,9 @@ def export(
         known = (place / forms.CONFIG).is_file()
         check_free(folder, overwrite, signs=EXPORTED)
         if known:
-            read_json(place / forms.CONFIG, dict, ModelError, AGAIN)
+            forms.read_config(place, os.fspath(source))
+        elif (place / ADAPTER).is_file():
+            raise ModelError(f"{source} holds an adapter of PEFT, not a model. Merge it into its model, and save that.")
         only, transposed = linear_weights(place) if known and packed else (None, set())
         with appearing(folder) as partial:
             done = forms.convert(

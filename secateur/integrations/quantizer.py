@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from secateur.errors import ModelError
 from secateur.inference import packed
-from secateur.inference.convert import METHOD, file_names
+from secateur.inference.convert import METHOD, file_names, loaded_names
 from secateur.inference.format import (
     AGAIN,
     GROUPS,
@@ -68,11 +68,11 @@ class SecateurQuantizer(HfQuantizer):
     ) -> None:
         if not checkpoint_files or not all(str(file).endswith(".safetensors") for file in checkpoint_files):
             raise ModelError("A packed model is loaded from its .safetensors files, not from a state dict.")
-        names = {file: name for name, file in file_names(model).items()}
         with WeightFiles(checkpoint_files, foreign=False) as found:
             found.check()
+            names = loaded_names(model, found.packed)
             for name in found.packed:
-                module = _named(model, names.get(name, name).removesuffix(".weight"))
+                module = _layer_of(model, names.get(name))
                 if module is not None:
                     _put_empty(model, module, found.kept(name), f"{name}{SCALE}" in found, found.groups(name))
 
@@ -82,9 +82,16 @@ class SecateurQuantizer(HfQuantizer):
                 raise ModelError(
                     f"{name} is packed in the files, but {type(model).__name__} has no place to unpack it."
                 )
-        for _name, layer in packed_layers(model):
+        for name, layer in packed_layers(model):
+            if layer.weight.is_meta:
+                raise ModelError(
+                    f"{name} was offloaded to disk, which packed weights cannot be. Leave offload_buffers out, so that"
+                    " they stay in memory."
+                )
             _put_mask(layer)
             layer.refresh()
+            if layer.bias is not None and not getattr(layer.bias, "_is_hf_initialized", False):
+                nn.init.zeros_(layer.bias)  # the files have none; transformers warns of it
         self.quantization_config = model.config.quantization_config = SecateurConfig(version_of(_described(model)))
         return model
 
@@ -93,7 +100,8 @@ class SecateurQuantizer(HfQuantizer):
         names, described = file_names(model), _described(model)
         if changed := sorted(described.keys() - names.keys()):
             raise ModelError(
-                f"{changed[0]} is packed, and transformers splits or joins it in files. Call sc.unpack(model) first."
+                f"{changed[0]} is packed, and transformers renames parts of it, splits or joins it in files. Call"
+                " sc.unpack(model) first."
             )
         return None, metadata({names[name]: said for name, said in described.items()}, None)
 
@@ -127,17 +135,13 @@ def _unguarded(config: Any) -> Any:
     return config
 
 
-def _named(model: Any, name: str) -> str | None:
-    """The linear layer of this name, also if the files are those of a model with a head and this one has none, or the
-    other way round. None if the model has no such layer."""
-    prefix = f"{model.base_model_prefix}."
-    for found in (name, name.removeprefix(prefix), f"{prefix}{name}"):
-        try:
-            if _is_linear(model.get_submodule(found)):
-                return found
-        except AttributeError:
-            continue
-    return None
+def _layer_of(model: Any, weight: str | None) -> str | None:
+    """The linear layer that has this weight; None if there is none."""
+    name = (weight or "").removesuffix(".weight")
+    try:
+        return name if _is_linear(model.get_submodule(name)) else None
+    except AttributeError:
+        return None
 
 
 def _is_linear(module: Any) -> bool:
@@ -154,13 +158,14 @@ def _put_empty(model: nn.Module, name: str, kept: int, int8: bool, groups: Group
         mask = torch.zeros(rows, -(-columns // 8), dtype=torch.uint8)
         values = torch.empty(kept, dtype=torch.int8 if int8 else layer.weight.dtype)
         scale = torch.empty(rows, dtype=torch.float32) if int8 else None
-        made = PackedLinear(Packed(values, mask, (rows, columns), layer.weight.dtype, scale), layer.bias)
+        made: Any = PackedLinear(Packed(values, mask, (rows, columns), layer.weight.dtype, scale), layer.bias)
         if groups is not None:
             made.stored_groups = groups
             made.register_buffer(f"weight{GROUPS}", torch.empty(stored_shape(rows, columns, groups), dtype=torch.uint8))
             del made.weight_mask
     made.dense_kind = type(layer) if transposed else nn.Linear
     made.trainable = layer.weight.requires_grad
+    made._is_hf_initialized = True  # families that go by the name Linear would draw weights
     model.set_submodule(name, made.train(layer.training))
 
 
