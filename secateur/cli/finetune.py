@@ -149,6 +149,8 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse what contradicts itself or would do nothing."""
     if options.sparsity is not None:
         check_sparsity(options.sparsity)
+    if options.context == 1:
+        raise SecateurError("--context 1 leaves nothing to predict from. Give at least 2 tokens.")
     if options.steps is not None and options.tokens is not None:
         raise SecateurError("--steps and --tokens both say how long to train. Give one of them.")
     for name in ("teacher", "alpha"):
