@@ -427,7 +427,7 @@ def once(function: Any) -> Any:
         ("--tracker trackio", "--tracker trackio: it is not installed"),
         ("--steps none", "must be a whole number of at least 1, got 'none'"),
         ("--teacher ./gone", "There is no folder ./gone"),
-        ("--context 1", "--context 1 leaves nothing to predict from"),
+        ("--context 1", "--context: must be at least 2"),
         ("--seed -1", "must be a whole number from 0 to 4294967295, got '-1'"),
         ("--seed 4294967296", "must be a whole number from 0 to 4294967295, got '4294967296'"),
         ("--seed one", "must be a whole number from 0 to 4294967295, got 'one'"),

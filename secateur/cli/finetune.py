@@ -78,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=_rate, help=f"highest learning rate ({RATE}; {LORA_RATE} with --lora)")
     parser.add_argument("--batch", type=positive, help="windows at a time, in each process (16 on a GPU, 4 on a CPU)")
     parser.add_argument("--accumulate", type=positive, default=1, metavar="N", help="batches in an optimizer step (1)")
-    parser.add_argument("--context", type=positive, help="tokens in a window")
+    parser.add_argument("--context", type=_context, help="tokens in a window")
     parser.add_argument("--calibration", type=positive, metavar="N", help="windows to prune on, with --how oneshot")
     parser.add_argument("--evaluation", type=positive, metavar="N", help="windows to evaluate on")
     add_seed(parser)
@@ -95,6 +95,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_out(parser, "folder for the model, its masks and reports (finetuned-MODEL)")
     parser.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
+
+
+def _context(text: str) -> int:
+    if (tokens := positive(text)) < 2:
+        raise argparse.ArgumentTypeError("must be at least 2: a token is predicted from those before it")
+    return tokens
 
 
 def _rate(text: str) -> float:
@@ -149,8 +155,6 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse what contradicts itself or would do nothing."""
     if options.sparsity is not None:
         check_sparsity(options.sparsity)
-    if options.context == 1:
-        raise SecateurError("--context 1 leaves nothing to predict from. Give at least 2 tokens.")
     if options.steps is not None and options.tokens is not None:
         raise SecateurError("--steps and --tokens both say how long to train. Give one of them.")
     for name in ("teacher", "alpha"):
