@@ -65,13 +65,14 @@ test-core: $(CORE)/.ready
 	('numpy', 'triton', 'safetensors', 'transformers', 'accelerate') if find_spec(name)]; assert not found, found"
 	$(CORE)/bin/python -m pytest -q -n 2 -m "not gpu and not slow" $(CORE_TESTS)
 
-# The loader of packed models with an older transformers, which lies in a folder of its own in front of the newest.
+# The loader of packed models and the Trainer's callback with an older transformers, which lies in a folder of its own in
+# front of the newest.
 OLD := 5.17.0
 build/transformers-$(OLD): $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --target $@ transformers==$(OLD)
 
 test-transformers: build/transformers-$(OLD)
-	PYTHONPATH=$(CURDIR)/build/transformers-$(OLD) $(BIN)/python -m pytest -q -n 2 tests/test_saving.py tests/test_packed.py
+	PYTHONPATH=$(CURDIR)/build/transformers-$(OLD) $(BIN)/python -m pytest -q -n 2 tests/test_saving.py tests/test_packed.py tests/test_trainer_callback.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -253,7 +253,7 @@ def killed_at(number: int, monkeypatch: pytest.MonkeyPatch, *words: str, **optio
             run(*words, **options)
 
 
-@pytest.mark.parametrize("how", ["gradual", "sparse", "regrow", "oneshot", "lora"])
+@pytest.mark.parametrize("how", ["gradual", "sparse", "regrow", "oneshot", "lora", "experts"])
 def test_the_same_command_continues_a_killed_run(
     how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,6 +267,8 @@ def test_the_same_command_continues_a_killed_run(
                 layer.mlp.up_proj.weight[:, ::2] = 0
                 layer.self_attn.q_proj.weight.zero_()  # pruned as a whole
         model.save_pretrained("model")
+    elif how == "experts":  # saved under other names, which the Trainer does not load
+        save_model("Mixtral", "model", intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
     assert run(*words, out="whole") == 0
     killed_at(8, monkeypatch, *words)
     assert not Path("out").exists()
@@ -426,6 +428,7 @@ def once(function: Any) -> Any:
         ("--tracker trackio", "--tracker trackio: it is not installed"),
         ("--steps none", "must be a whole number of at least 1, got 'none'"),
         ("--teacher ./gone", "There is no folder ./gone"),
+        ("--context 1", "--context: must be at least 2"),
         ("--seed -1", "must be a whole number from 0 to 4294967295, got '-1'"),
         ("--seed 4294967296", "must be a whole number from 0 to 4294967295, got '4294967296'"),
         ("--seed one", "must be a whole number from 0 to 4294967295, got 'one'"),
@@ -480,6 +483,25 @@ def test_models_that_are_not_causal_are_refused(folder: Path, capsys: pytest.Cap
         assert "BertForMaskedLM is no causal language model" in refused(capsys, run(model="masked"))
         tiny.tokenizer().save_pretrained("masked")  # without a mask token, which it would not need either
     assert "There is no folder ./nowhere" in refused(capsys, run(model="./nowhere"))
+
+
+def test_a_teacher_that_cannot_teach_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that sees the tokens to predict, that has other tokens, or whose positions end before the windows."""
+    tiny.bert().save_pretrained("masked")
+    tiny.gpt2(n_positions=8).save_pretrained("short")
+    tiny.llama().save_pretrained("other")
+    for name in ("masked", "short", "other"):
+        tiny.tokenizer().save_pretrained(name)
+    words = json.loads(Path("other/tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    Path("other/tokenizer.json").write_text(json.dumps(words))
+    for name, said in (
+        ("masked", "The teacher is a BertForMaskedLM, which sees the tokens"),
+        ("short", "GPT2LMHeadModel has 8 learned positions, and a context of 16"),
+        ("other", "tokenizers of student and teacher differ in 2 tokens, such as 'a'"),
+    ):
+        assert said in refused(capsys, run("--teacher", name))
 
 
 def save_model(kind: str, folder: str, **changes: Any) -> None:

@@ -15,7 +15,7 @@ from tests.test_distributed import launch
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch import callbacks
+from lightning.pytorch import Trainer, callbacks
 
 from secateur.integrations.lightning import PrunerCallback
 from tests.lightning_worker import BATCHES, EPOCHS, RAMP, Module, Work, ended, fitted
@@ -127,6 +127,30 @@ def test_several_optimizers_are_refused(tmp_path: Path) -> None:
 def test_a_run_without_an_end_needs_steps(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match="no known number of steps.*pass begin and end as steps"):
         fitted(tmp_path, max_epochs=-1)
+
+
+def test_fewer_steps_than_batches_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Manual optimization that accumulates steps less often than Lightning expects, so the ramp was cut short."""
+
+    class Manual(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            self.manual_backward(self.net(batch).square().mean())
+            if index % 2:
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+
+    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    data = torch.utils.data.DataLoader(torch.randn(16, Module().net[0].in_features), batch_size=2)
+    for settings, told in (({"begin": 0.0, "end": 0.75}, True), ({"begin": 0, "end": 3}, False)):
+        callback = PrunerCallback(sparsity=0.6, score="magnitude", **settings)
+        Trainer(max_epochs=1, callbacks=[callback], **options).fit(Manual(), data)
+        assert callback.report().step == 4
+        assert ("after 4 optimizer steps, and the schedule ends at step 6" in caplog.text) is told
+        caplog.clear()
 
 
 def test_mistakes_are_named() -> None:

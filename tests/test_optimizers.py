@@ -110,6 +110,31 @@ def test_what_is_no_optimizer_is_refused(make: Any, said: str, block: Block) -> 
         sc.Pruner(block, make(block))
 
 
+def test_an_optimizer_without_steps_of_its_own_is_refused(block: Block) -> None:
+    """LOMO trained a dense model under a Pruner without a word: it writes weights while gradients are computed."""
+    fused = type("Lomo", (torch.optim.SGD,), {})
+    for optimizer in (fused(block.parameters()), Wrapper(type("Mine", (fused,), {})(block.parameters()))):
+        with pytest.raises(OptimizerError, match=r"changes weights during the backward pass.*8-bit AdamW"):
+            sc.Pruner(block, optimizer)  # type: ignore[arg-type]
+
+
+def test_moments_of_projected_gradients_are_neither_read_nor_zeroed() -> None:
+    """Those of GaLore have the weight's shape where its rank is as large, but in another basis."""
+
+    def keep(state: dict[str, Any], parameter: Tensor) -> None:
+        state |= {"projector": object(), "exp_avg_sq": torch.ones_like(parameter)}
+
+    _, optimizer, pruner = coded(keep)
+    optimizer.step()
+    with pytest.raises(FactError, match="variance needs exp_avg_sq; Coded keeps nothing shaped like the weights"):
+        pruner.step()
+    layer, optimizer, pruner = coded(keep, score="magnitude")
+    optimizer.step()
+    pruner.step()
+    assert zeros_of(pruner, layer) == 192
+    assert bool((optimizer.state[layer.weight]["exp_avg_sq"] == 1).all())
+
+
 class Two(nn.Module):
     """Matrices for Muon and a convolution for AdamW, both prunable."""
 
@@ -428,6 +453,34 @@ def test_state_is_not_encoded_again_before_anything_is_pruned() -> None:
     assert pruner.sparsity == 0
 
 
+class Nibbles(Codes):
+    """State of 4 bits as torchao keeps it: two codes a byte, the first in the upper half, and one scale. The table ends
+    at -0.75, so a tensor whose largest value is negative shrinks whenever it is encoded."""
+
+    table = torch.tensor([*(-0.75, -0.5, -0.25), 0.0, *(number / 12 for number in range(1, 13))])
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, size: torch.Size) -> Nibbles:
+        return Tensor._make_wrapper_subclass(cls, size, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: Tensor, size: torch.Size) -> None:
+        self.codes, self.qmap = codes, Nibbles.table
+
+    def dequantize(self) -> Tensor:
+        return Nibbles.table[torch.stack([self.codes >> 4, self.codes & 15], dim=-1).int()].view(self.shape)
+
+
+def test_zeroing_state_of_4_bits_leaves_the_other_values_as_they_are() -> None:
+    """Decoded, zeroed and encoded after each step, kept moments shrank and a resumed run differed."""
+    torch.manual_seed(0)
+    state = Nibbles(torch.randint(0, 256, (192,), dtype=torch.uint8), torch.Size((24, 16)))
+    before = state.dequantize()
+    _, optimizer, pruner = coded(lambda kept, p: kept.setdefault("exp_avg", state), score="magnitude")
+    optimizer.step()
+    pruner.step()
+    assert torch.equal(state.dequantize(), before * pruner.masks["weight"])
+
+
 def test_state_that_can_be_neither_read_nor_zeroed_is_refused() -> None:
     keep = lambda state, p: state.setdefault("exp_avg_sq", Opaque(torch.zeros(24, 16, dtype=torch.uint8)))  # noqa: E731
     _, optimizer, pruner = coded(keep, score="magnitude")
@@ -534,6 +587,10 @@ def test_torchao(kind: str) -> None:
     assert bool((first[~mask] == 0).all())
     assert float(second[~mask].max()) <= float(second.max()) / 15  # 4 bits have no zero in the table of v
     assert float(second[mask].max()) > 0
+    pruner.apply()  # as when a run is resumed
+    again = [optimizer.state[layer.weight][name].dequantize() for name in ("exp_avg", "exp_avg_sq")]
+    assert torch.equal(first, again[0])
+    assert torch.equal(second, again[1])
 
 
 @pytest.mark.filterwarnings("default")

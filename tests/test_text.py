@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +61,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"ab\xff")
     with pytest.raises(TextError, match="latin is not UTF-8 text: byte 2 is invalid. Convert it first."):
         read_text(tmp_path / "latin")
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1\xff")
+    for path in (tmp_path, tmp_path / "rows.parquet"):
+        with pytest.raises(TextError, match=f"Its parquet files are read as dataset:{re.escape(str(tmp_path))}"):
+            read_text(path)
     (tmp_path / "empty").write_text(" \n")
     with pytest.raises(TextError, match="empty holds no text."):
         read_text(tmp_path / "empty")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 import secateur as sc
 from secateur.errors import FactError, OptimizerError, PatternError, ScheduleError, ScoreError, StateError
@@ -473,6 +474,30 @@ def test_zeros_of_a_sparse_model_are_held(tmp_path: Path) -> None:
     assert zeros(run.model, callback.pruner.masks) == 0.5
 
 
+def test_a_family_saved_under_other_names_is_resumed_from_a_loaded_model(tmp_path: Path) -> None:
+    """The Trainer loads weights by name, and those of stacked experts have other names in the file."""
+
+    def model(seed: int) -> Any:
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.MixtralConfig(**sizes, num_key_value_heads=2, vocab_size=tiny.VOCABULARY + 1)
+        return transformers.MixtralForCausalLM(config)
+
+    whole = trainer(tmp_path, PrunerCallback(**RAMP), model(0))
+    whole.train()
+    half = str(tmp_path / HALF)
+    with pytest.raises(StateError, match=r"not zero.*stacked experts.*load the model with from_pretrained\(checkpoint"):
+        trainer(tmp_path, PrunerCallback(**RAMP), model(1)).train(resume_from_checkpoint=half)
+    loaded = transformers.MixtralForCausalLM.from_pretrained(half)
+    resumed = trainer(tmp_path, PrunerCallback(**RAMP), loaded)
+    resumed.train(resume_from_checkpoint=half)
+    same(whole, resumed)
+
+
+@pytest.mark.skipif(
+    TorchVersion(transformers.__version__) < (5, 22),
+    reason="older transformers ask torch for the device cpu:0 when processes on CPUs resume",
+)
 @pytest.mark.slow
 def test_two_processes_replicated_and_sharded(tmp_path: Path) -> None:
     """DDP and FSDP2 on gloo: ranks agree, a resumed run equals an unbroken one, and the file holds whole masks."""

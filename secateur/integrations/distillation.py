@@ -21,6 +21,7 @@ from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from secateur.errors import ModelError, SecateurError
+from secateur.integrations.evaluation import is_causal
 from secateur.integrations.folder import load
 from secateur.oneshot.batches import IGNORED
 
@@ -147,7 +148,7 @@ class DistillationTrainer(Trainer):
         super().__init__(model, args, **options)
         if self.label_smoother is not None:
             raise SecateurError("DistillationTrainer does not smooth labels: leave label_smoothing_factor at 0.")
-        _check_vocabularies(model, teacher, getattr(self, "processing_class", None), tokenizer)
+        check_teacher(model, teacher, getattr(self, "processing_class", None), tokenizer)
         self.teacher = teacher.to(device=self.args.device, dtype=teacher_dtype).eval().requires_grad_(False)
         self._positions = positions
         self._by_head: bool | None = None  # whether both models' logits are what their output layers return
@@ -307,8 +308,13 @@ def _vocabulary(model: Any) -> int:
     return int(model.config.get_text_config().vocab_size if weight is None else weight.shape[0])
 
 
-def _check_vocabularies(student: Any, teacher: Any, tokenizer: Any, teacher_tokenizer: Any) -> None:
-    """Refuse a teacher that predicts other tokens."""
+def check_teacher(student: Any, teacher: Any, tokenizer: Any, teacher_tokenizer: Any) -> None:
+    """Refuse a teacher that predicts other tokens, or from others than the student."""
+    if is_causal(student) and not is_causal(teacher):
+        raise ModelError(
+            f"The teacher is a {type(teacher).__name__}, which sees the tokens that a causal language model has to"
+            " predict. Use a causal language model."
+        )
     mine, theirs = _vocabulary(student), _vocabulary(teacher)
     if mine != theirs:
         raise ModelError(

@@ -21,7 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from secateur.errors import ModelError
 from secateur.files import check_room, write
-from secateur.integrations.distillation import DistillationTrainer
+from secateur.integrations.distillation import DistillationTrainer, check_teacher
 from secateur.integrations.evaluation import Task, check_context, is_causal, reading, task_for
 from secateur.integrations.finetune_checkpoints import (
     BEFORE,
@@ -169,6 +169,8 @@ def _run(plan: Plan, execution: Execution, args: TrainingArguments, resumed: Pat
         set_seed(plan.seed)  # adapters begin at random
         model = adapters.add(model)
     trainer = job.trainer(model, teacher, callback)
+    if resumed:
+        _restore(model, resumed)
     with saying_if_full(execution.folder), stages.stage("fine-tune", plan.steps) as tick:
         trainer.add_callback(_Steps(tick))
         trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
@@ -294,7 +296,12 @@ class _Job:
         """A frozen copy of the model as it was loaded, or the teacher that was named."""
         if not self.plan.distill:
             return None
-        teacher = load(self.plan.teacher, packed=False)[0] if self.plan.teacher else copy.deepcopy(model)
+        if self.plan.teacher:
+            teacher, tokenizer = load(self.plan.teacher, packed=False)
+            check_teacher(model, teacher, self.tokenizer, tokenizer)
+            check_context(teacher, self.plan.context)
+        else:
+            teacher = copy.deepcopy(model)
         return teacher.to(torch.bfloat16) if self.plan.bf16 else teacher
 
     def sparsify(self, model: Any) -> PrunerCallback | None:
@@ -408,6 +415,13 @@ class _Job:
             )  # fmt: skip
         decode = self.tokenizer.batch_decode
         return decode(prompts, skip_special_tokens=True), decode(found[:, size:], skip_special_tokens=True)
+
+
+def _restore(model: Any, checkpoint: Path) -> None:
+    """Load the weights of a checkpoint. The Trainer does so by name, and leaves out without a word what transformers
+    saves under other names, such as stacked experts. Adapters and shards of FSDP it loads itself."""
+    if any(checkpoint.glob("model*.safetensors")):
+        model.load_state_dict(type(model).from_pretrained(checkpoint, dtype=model.dtype).state_dict())
 
 
 def _nonzero(model: Any) -> dict[str, Tensor]:

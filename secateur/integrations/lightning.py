@@ -5,6 +5,7 @@ The callback also works in the Trainer of the package `pytorch_lightning`, which
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from secateur.schedules import Schedule
 from secateur.scores import Score
 
 __all__ = ["PrunerCallback"]
+
+logger = logging.getLogger("secateur")
 
 
 class PrunerCallback(Callback):
@@ -126,8 +129,17 @@ class PrunerCallback(Callback):
         pl_module.log("sparsity", self.pruner.sparsity, on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop following the optimizer."""
+        """Stop following the optimizer, and say so if it took too few steps for the schedule."""
         self._detach()
+        schedule, step = self.pruner.schedule, self.report().step
+        end = getattr(schedule, "end", None)
+        if end is not None and step < end:
+            logger.warning(
+                "Training ended after %d optimizer steps, and the schedule ends at step %d: the model has sparsity"
+                " %.4f, not %.4f. Where a module steps its optimizer by itself (manual optimization) Lightning knows"
+                " the number of batches only: give begin and end as steps.",
+                step, end, self.pruner.sparsity, schedule(end),
+            )  # fmt: skip
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop following the optimizer."""

@@ -54,7 +54,7 @@ def restore(pruner: Pruner, state: Mapping[str, Tensor], path: Path, strict: boo
         raise StateError(f"{path}: {error}") from error
 
 
-def check_zeros(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+def check_zeros(model: nn.Module, state: Mapping[str, Tensor], path: Path, advice: str = "") -> None:
     """Refuse masks of another checkpoint: weights that a mask prunes must be zero in the model.
 
     Names and shapes are left to `Pruner.load_state_dict`.
@@ -69,5 +69,5 @@ def check_zeros(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> No
         if wrong:
             raise StateError(
                 f"{path} is of another checkpoint than the model: it prunes {wrong:,} weights of {plain_name(name)!r}"
-                " that are not zero. Name the checkpoint the model was loaded from."
+                f" that are not zero. Name the checkpoint the model was loaded from.{advice}"
             )

@@ -74,15 +74,21 @@ def _file_and_field(name: str) -> tuple[str, str]:
     return (path, field) if separator and path.endswith(".jsonl") else (name, "text")
 
 
+def _as_dataset(folder: Path) -> str:
+    """A hint at the way to read a folder of parquet files; empty if there are none."""
+    return f" Its parquet files are read as dataset:{folder}." if any(folder.glob("*.parquet")) else ""
+
+
 def _file(path: Path) -> str:
     if path.is_dir():
-        raise TextError(f"{path} is a folder. Give one text file or one .jsonl file.")
+        raise TextError(f"{path} is a folder. Give one text file or one .jsonl file.{_as_dataset(path)}")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise TextError(f"There is no file {path}. Text is read from {SOURCES}.") from None
     except UnicodeDecodeError as error:
-        raise TextError(f"{path} is not UTF-8 text: byte {error.start} is invalid. Convert it first.") from error
+        instead = _as_dataset(path.parent) if path.suffix == ".parquet" else " Convert it first."
+        raise TextError(f"{path} is not UTF-8 text: byte {error.start} is invalid.{instead}") from error
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror}.") from error
 

@@ -35,6 +35,11 @@ __all__ = ["DistillationTrainer", "PrunerCallback", "lm_eval", "load", "load_mas
 
 logger = logging.getLogger("secateur")
 
+NOT_LOADED = (
+    " Or the Trainer has not loaded it: weights that transformers saves under other names, such as stacked experts or"
+    " those of ViT, it leaves out. Then load the model with from_pretrained(checkpoint) and give the Trainer that one."
+)
+
 
 class PrunerCallback(TrainerCallback):
     """Prunes the model that a Trainer trains: `Trainer(..., callbacks=[PrunerCallback(sparsity=0.8)])`.
@@ -111,7 +116,7 @@ class PrunerCallback(TrainerCallback):
         if done and self.resume is not False:
             path = self._saved_file(args, done)
             found = read_pruner(path)
-            check_zeros(model, found, path)
+            check_zeros(model, found, path, NOT_LOADED)
             restore(self._pruner, found, path)
         elif self.resume:
             raise StateError(
@@ -160,7 +165,7 @@ class PrunerCallback(TrainerCallback):
         reached, updates = pruner.sparsity, pruner.updates
         try:
             found = read_pruner(path)
-            check_zeros(model, found, path)
+            check_zeros(model, found, path, NOT_LOADED)
             restore(pruner, found, path)
         except StateError as error:  # the run is over: its weights must not be lost because of this
             logger.warning(

@@ -100,13 +100,18 @@ def decode(codes: Tensor, table: Tensor, largest: Tensor, size: int) -> Tensor:
 
 
 def _subclassed(value: Any) -> Coded:
-    """State in a tensor subclass, as in torchao. Codes in the weight's shape are written in place, which leaves all
-    other values unchanged. Otherwise (4 bits) the tensor is decoded, zeroed and encoded again."""
+    """State in a tensor subclass, as in torchao. Codes are written in place, which leaves all other values unchanged:
+    encoded again, a block whose largest value is negative would shrink, because the table of 4 bits ends at -0.8875.
+    Where the codes are not known, the tensor is decoded, zeroed and encoded again."""
 
     def zero(kept: Tensor) -> None:
-        codes = getattr(value, "codes", None)
+        codes, table = getattr(value, "codes", None), getattr(value, "qmap", None)
         if isinstance(codes, Tensor) and codes.shape == value.shape:
-            zero_codes(codes, getattr(value, "qmap", None), kept)
+            zero_codes(codes, table, kept)
+        elif isinstance(codes, Tensor) and isinstance(table, Tensor) and 2 * codes.numel() == value.numel():
+            pairs = torch.stack([codes >> 4, codes & 15], dim=-1)  # torchao's order of the two in a byte
+            zero_codes(pairs, table, kept.reshape(pairs.shape))
+            codes.copy_(pairs[..., 0] << 4 | pairs[..., 1])
         else:
             value.copy_(value.dequantize().masked_fill_(~kept, 0))
 

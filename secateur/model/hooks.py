@@ -20,6 +20,7 @@ from secateur.schedules import Clock
 CHECKED = 8  # times that the order of the loop is checked, which does not change later
 IN_A_ROW = 3  # times before a warning: one may be a skipped step of a GradScaler or an odd iteration
 IDLE = 8  # steps of one optimizer before another of the list that has not stepped is reported
+FUSED_BACKWARD = ("Lomo", "AdaLomo", "LayerWiseDummyOptimizer")  # LOMO, and layerwise GaLore and APOLLO of transformers
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -56,6 +57,12 @@ def _chain(given: Any) -> list[Any]:
         raise OptimizerError(
             "Pruner needs a torch.optim.Optimizer, a list of them, or a wrapper with one in .optimizer, to count its"
             f" steps and read its state; got {what}. Pass the optimizer whose step() your loop calls."
+        )
+    if any(kind.__name__ in FUSED_BACKWARD for kind in type(inner).__mro__):
+        raise OptimizerError(
+            f"{type(inner).__name__} changes weights during the backward pass and takes no steps, after which pruned"
+            " weights could be zeroed. Use an optimizer with a step: 8-bit AdamW (torchao, bitsandbytes) needs little"
+            " memory, and Adafactor does with score='magnitude'."
         )
     return seen
 
