@@ -118,23 +118,6 @@ def test_an_optimizer_without_steps_of_its_own_is_refused(block: Block) -> None:
             sc.Pruner(block, optimizer)  # type: ignore[arg-type]
 
 
-def test_moments_of_projected_gradients_are_neither_read_nor_zeroed() -> None:
-    """Those of GaLore have the weight's shape where its rank is as large, but in another basis."""
-
-    def keep(state: dict[str, Any], parameter: Tensor) -> None:
-        state |= {"projector": object(), "exp_avg_sq": torch.ones_like(parameter)}
-
-    _, optimizer, pruner = coded(keep)
-    optimizer.step()
-    with pytest.raises(FactError, match="variance needs exp_avg_sq; Coded keeps nothing shaped like the weights"):
-        pruner.step()
-    layer, optimizer, pruner = coded(keep, score="magnitude")
-    optimizer.step()
-    pruner.step()
-    assert zeros_of(pruner, layer) == 192
-    assert bool((optimizer.state[layer.weight]["exp_avg_sq"] == 1).all())
-
-
 class Two(nn.Module):
     """Matrices for Muon and a convolution for AdamW, both prunable."""
 
