@@ -166,7 +166,7 @@ def test_tokenizers_that_cannot_be_read(tmp_path: Path, text: Path, monkeypatch:
     with pytest.raises(DataError, match="encoder.json and vocab.bpe are not a byte-level BPE tokenizer: "):
         module.read_tokenizer(f"gpt2:{tmp_path}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(SecateurError, match=r"needs tokenizers: pip install 'secateur\[lab\]'."):
+    with pytest.raises(SecateurError, match=r'needs tokenizers: pip install "secateur\[lab\]"\.'):
         module.read_tokenizer(str(text))
 
 
