@@ -13,7 +13,7 @@ INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check -c co
 CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,activations allocation calibration default_dtype masks optim patterns \
 	probe prunable prune pruner reconstruction regrowth report schedules scores selection spam))
 
-.PHONY: demo test test-core test-transformers check docs wheel soak mutants bench-select gpu gpu-decode gpu-whole gpu-rest readme clean
+.PHONY: demo test test-core test-8bit test-transformers check docs wheel soak mutants bench-select gpu gpu-decode gpu-whole gpu-rest readme clean
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,7 +36,7 @@ $(VENV)/.docs: $(VENV)/.torch pyproject.toml
 demo: $(VENV)/.demo
 	$(BIN)/secateur demo
 
-test: $(VENV)/.ready check test-core
+test: $(VENV)/.ready check test-core test-8bit
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 docs: $(VENV)/.docs
@@ -64,6 +64,17 @@ test-core: $(CORE)/.ready
 	@$(CORE)/bin/python -c "from importlib.util import find_spec; found = [name for name in \
 	('numpy', 'triton', 'safetensors', 'transformers', 'accelerate') if find_spec(name)]; assert not found, found"
 	$(CORE)/bin/python -m pytest -q -n 2 -m "not gpu and not slow" $(CORE_TESTS)
+
+# Optimizers with coded state, in a folder of their own: where they are installed, every import of transformers takes ten
+# seconds longer.
+CODED := build/coded-optimizers
+$(CODED)/.ready: $(VENV)/.ready constraints.txt
+	$(BIN)/python $(INSTALL) --no-deps --upgrade --target $(CODED) torchao bitsandbytes
+	touch $@
+
+test-8bit: $(CODED)/.ready
+	PYTHONPATH=$(CURDIR)/$(CODED) $(BIN)/python -m pytest -q -n 2 -W default --disable-warnings -k "torchao or bitsandbytes or 8_bit" \
+	tests/test_optimizers.py tests/test_trainer_callback.py
 
 # The loader of packed models and the Trainer's callback with an older transformers, which lies in a folder of its own in
 # front of the newest.
