@@ -27,6 +27,7 @@ from secateur.inference.format import (
     weight_files,
     write_weights,
 )
+from secateur.selection import masks
 from tests.damage import MISSING, damage, damages, hostile_pickle
 
 files = pytest.importorskip("safetensors.torch", reason="packed files need safetensors, which is not installed")
@@ -213,6 +214,35 @@ def test_files_have_the_lowest_version_that_reads_them(tmp_path: Path) -> None:
             assert json.loads(opened.metadata()["secateur"])["version"] == version
         with WeightFiles([tmp_path / "model.safetensors"]) as found:
             assert found.version == version
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_groups_are_found_a_part_at_a_time(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last row decides too; the others are 2:16, and 1:8 besides."""
+    monkeypatch.setattr(groups, "PART", 64 * 2)  # two rows
+    for last, expected in ((16, None), (8, None), (4, (4, 16)), (2, (2, 16)), (0, (1, 8) if rows > 1 else (0, 4))):
+        kept = torch.zeros(rows, 4, 16, dtype=torch.bool)
+        kept[:-1, :, 3::7] = True
+        kept[-1, :, :last] = True
+        assert groups.shortest(masks.pack(kept.flatten(1)), 64) == expected, last
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory can be reset on Linux alone")
+def test_packing_takes_little_more_memory_than_the_weight() -> None:
+    """torch's masked_select would take eight times that of a bf16 weight."""
+    weight = torch.randn(2048, 8192).masked_fill_(torch.rand(2048, 8192) < 0.8, 0).bfloat16()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    packed = pack_weight(weight)
+    _ = packed.groups
+    assert resident("VmHWM") - before < 3 * weight.nbytes
+    assert torch.equal(packed.dense(), weight)
+
+
+def resident(field: str) -> int:
+    """Bytes of memory that this process has, or had at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def test_groups_are_read_while_another_device_is_the_default() -> None:

@@ -43,15 +43,22 @@ def stored_shape(rows: int, columns: int, groups: Groups) -> tuple[int, int]:
 
 def shortest(mask: Tensor, columns: int) -> Groups | None:
     """The groups whose ranks take the fewest bytes, or None if the mask itself does. `mask` is as `masks.pack` made it,
-    of so many columns."""
-    best, least = None, mask.nbytes
-    for m in SIZES:
-        found = _grouped(mask, columns, m)
-        most = int(_ones(m).to(mask.device)[found].max()) if found.numel() else 0
-        size = math.prod(stored_shape(mask.shape[0], columns, (most, m))) if most < m else least
-        if size < least:
-            best, least = (most, m), size
-    return best
+    of so many columns. A size of groups is given up at the first rows whose ranks would not be shorter."""
+    most = dict.fromkeys(SIZES, 0)  # ones in a group, by size
+    for part in mask.split(_rows(columns)):
+        for m in list(most):
+            found = _grouped(part, columns, m)
+            most[m] = max(most[m], int(_ones(m).to(mask.device)[found].max()) if found.numel() else 0)
+            if most[m] == m or _bytes(mask, columns, (most[m], m)) >= mask.nbytes:
+                del most[m]
+        if not most:
+            return None
+    return min(((n, m) for m, n in most.items()), key=functools.partial(_bytes, mask, columns), default=None)
+
+
+def _bytes(mask: Tensor, columns: int, groups: Groups) -> int:
+    """Of the ranks of a mask."""
+    return math.prod(stored_shape(mask.shape[0], columns, groups))
 
 
 def encode(mask: Tensor, columns: int, groups: Groups) -> Tensor:
