@@ -324,7 +324,7 @@ class Pruner:
         self._zero(range(len(self._prunables)))
 
     def _zero(self, numbers: Iterable[int]) -> None:
-        """Do so for these tensors alone."""
+        """What `apply` does, for the tensors with these numbers alone."""
         tensors: list[Tensor] = []
         masks: list[Tensor] = []
         for number in numbers:

@@ -390,7 +390,7 @@ class WeightFiles(Mapping[str, Weight]):
             raise ModelError(f"{path} cannot be read: {' '.join(str(error).split())}. {AGAIN}") from error
         if twice := sorted(self._where.keys() & set(names)):
             raise ModelError(
-                f"{twice[0]} is in {self._where[twice[0]][0]} and in {path}. Remove the file that is too much."
+                f"{twice[0]} is in {self._where[twice[0]][0]} and in {path}. Remove the file that does not belong."
             )
         self._where |= dict.fromkeys(names, (path, opened))
         if KEY not in said and not foreign:

@@ -57,7 +57,7 @@ def shortest(mask: Tensor, columns: int) -> Groups | None:
 
 
 def _bytes(mask: Tensor, columns: int, groups: Groups) -> int:
-    """Of the ranks of a mask."""
+    """Bytes that the ranks of a mask take."""
     return math.prod(stored_shape(mask.shape[0], columns, groups))
 
 

@@ -62,8 +62,8 @@ def processors(device: torch.device) -> int:
 
 
 def _staged_columns(form: Form, inputs: int, dtype: torch.dtype, copies: int) -> int:
-    """Places of columns in shared memory. Copies of one input of 16 bits put two columns of a row's halves into one; a
-    group of entries never lies in both halves."""
+    """Places of columns in shared memory. With copies of a single 16-bit input, a place holds two columns, one of each
+    half of the row; a group of entries never lies in both halves."""
     if copies == 1 or inputs > 1 or dtype.itemsize != 2:
         return _padded(form)
     step = _step(form) if form.cell else form.width
