@@ -181,7 +181,7 @@ def _run_in(folder: Path, options: argparse.Namespace, work: Work, decides: bool
 
     from secateur.integrations.evaluation import check_context, task_for
     from secateur.integrations.folder import load, saved_bytes
-    from secateur.model.transfer import share_of_zeros
+    from secateur.model.masks import share_of_zeros
     from secateur.oneshot.batches import check_ids
     from secateur.progress import Stages
 

@@ -25,8 +25,8 @@ from secateur.files import check_folder, clear, locked, read_json, write
 from secateur.lab.config import Experiment
 from secateur.lab.runs import CONFIG, METRICS, SUMMARY, measure_of, read_run
 from secateur.model.distributed import like, local, unwrap, whole
-from secateur.model.held import compact
 from secateur.model.prunable import plain_name
+from secateur.model.state import compact
 from secateur.oneshot.batches import is_out_of_memory
 from secateur.pruner import Pruner
 

@@ -26,8 +26,8 @@ from secateur.lab.data import Images, Tokens, load
 from secateur.lab.models import image_model, is_language_model, language_model, predict, seeded, size_of
 from secateur.lab.monitor import Stopwatch
 from secateur.model.distributed import local, unwrap
-from secateur.model.held import rounding
 from secateur.model.prunable import find_prunable, unfit_for
+from secateur.model.state import rounding
 from secateur.progress import ProgressBar
 from secateur.selection.tiles import parse_pattern
 

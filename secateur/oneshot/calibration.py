@@ -17,7 +17,7 @@ from secateur import kernels
 from secateur.errors import FactError, ScheduleError
 from secateur.model.distributed import Gathered, fingerprint, ranks_of, reshard, unwrap
 from secateur.model.facts import least_spared, spared_share, target_of
-from secateur.model.held import Held, Masks
+from secateur.model.masks import Held, Masks
 from secateur.model.prunable import (
     Globs,
     Prunable,
