@@ -325,7 +325,7 @@ class Pruner:
 
     def pieces(self) -> list[ScoredTensor]:
         """Every prunable tensor with its current scores, evaluated on demand: `piece.score(slice(0, 1000))`."""
-        return [target.piece for target in self._targets()]
+        return [target.scored for target in self._targets()]
 
     def apply(self) -> None:
         """Zero pruned weights and all optimizer state in their shape; with regrowth, also the facts kept for the score,

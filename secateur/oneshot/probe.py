@@ -23,7 +23,7 @@ from secateur.oneshot.offload import fits_copy
 from secateur.oneshot.veto import Probe, Trial
 from secateur.report import Outcome
 from secateur.scores import Score, resolve
-from secateur.selection import check_choice, selector
+from secateur.selection import Select, check_choice
 from secateur.selection.tiles import Pattern, parse_pattern
 
 ORDERS = ("joint", "reverse", "forward", "size")
@@ -174,7 +174,8 @@ def _probe(
         scope = scope_for(job.score, job.scope, job.pattern, job.allocation, calibrated.sites)
         if target.exact and job.order != "joint" and scope == "model":
             raise PatternError('exact=True layer by layer needs a sparsity for each layer: scope="layer" or "row".')
-        sparsity, select = selector(scope, job.pattern, job.allocation, target.sparsity)
+        sparsity = check_choice(target.sparsity, scope, job.pattern, job.allocation)
+        select = Select(scope, job.pattern, job.allocation)
         prober = Probe(calibrated, job.score, select, shrink=job.shrink, order=job.order, group=job.group)
         snapshots = MaskSnapshots(calibrated)
         undo.append(snapshots.restore_dense)
@@ -358,7 +359,7 @@ def _probe_levels(
 ) -> Outcome:
     with restore_on_error(model) as undo, CalibratedModel(model, batches, settings) as calibrated:
         scope = scope_for(job.score, job.scope, None, None, calibrated.sites)
-        _, select = selector(scope, None, None, levels.start)
+        select = Select(scope, None, None)
         prober = Probe(calibrated, job.score, select, shrink=job.shrink, order=job.order, group=job.group)
         search = _Search(prober, MaskSnapshots(calibrated), levels, job.refresh)
         undo.append(search.snapshots.restore_dense)

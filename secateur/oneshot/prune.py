@@ -19,7 +19,7 @@ from secateur.oneshot.reconstruct import reconstruct_weights, sparsegpt, sparseg
 from secateur.report import Outcome
 from secateur.schedules import cubic
 from secateur.scores import Score, resolve
-from secateur.selection import Select, Selection, check_choice, selector
+from secateur.selection import Select, Selection, check_choice
 from secateur.selection.masks import to_bits
 from secateur.selection.tiles import Pattern, parse_pattern
 
@@ -121,10 +121,10 @@ def _by_score(model: nn.Module, batches: Iterable[Batch] | Tensor, job: _Job, se
     settings = replace(settings, unfit=unfit_for(job.pattern))
     with restore_on_error(model) as undo, CalibratedModel(model, batches, settings) as calibrated:
         scope = scope_for(job.score, job.scope, job.pattern, job.allocation, calibrated.sites)
-        sparsity, select = selector(scope, job.pattern, job.allocation, job.sparsity)
+        sparsity = check_choice(job.sparsity, scope, job.pattern, job.allocation)
         dense = _dense_copy(calibrated) if job.reconstruct else None
         undo.append(calibrated.undo(dense))
-        _run_rounds(calibrated, job, select, sparsity, dense or {})
+        _run_rounds(calibrated, job, Select(scope, job.pattern, job.allocation), sparsity, dense or {})
         return calibrated.outcome(
             score=str(job.score), schedule=job.schedule, scope=scope, allocation=job.allocation, asked=sparsity,
             pattern=None if job.pattern is None else job.pattern.text,

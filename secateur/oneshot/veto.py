@@ -232,7 +232,7 @@ class Probe:
 
 def _ranked(target: Target, trial: Trial, weight: Tensor) -> Target:
     """The target with tempered scores; weights of matrices without inputs are pruned later, other weights last."""
-    candidates, device, plain = trial.bools(), target.piece.device, target.piece.score
+    candidates, device, plain = trial.bools(), target.scored.device, target.scored.score
 
     def grown(where: Where) -> Tensor:
         old, new = (flat_part(found, where).to(device).float() for found in (trial.old, trial.new))
@@ -244,4 +244,4 @@ def _ranked(target: Target, trial: Trial, weight: Tensor) -> Target:
     def score(where: Where) -> Tensor:
         return torch.where(flat_part(candidates, where), among(where), 2 * UNREACHED)
 
-    return replace(target, piece=replace(target.piece, score=score, source=None))
+    return replace(target, scored=replace(target.scored, score=score, source=None))
