@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from secateur.errors import LAB_EXTRA, DataError, SecateurError, library
 from secateur.files import existing_folder
-from secateur.integrations.pieces import BETWEEN, byte_lists, token_lists
+from secateur.integrations.tokenizing import BETWEEN, byte_lists, token_lists
 
 BYTES = 256  # kinds of tokens without a tokenizer
 CODES = {"uint16": "H", "uint32": "I"}  # type codes of Python's arrays
