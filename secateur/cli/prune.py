@@ -372,8 +372,8 @@ def _crossing(model: Any, batch: Any, device: str) -> Callable[[], AbstractConte
     from secateur.oneshot.batches import standard_loss
     from secateur.oneshot.offload import offload_for
 
-    sites, _ = find_prunable(model)
-    return offload_for(model, batch, standard_loss, sites, torch.device(device)).active
+    prunables, _ = find_prunable(model)
+    return offload_for(model, batch, standard_loss, prunables, torch.device(device)).active
 
 
 def _texts(options: argparse.Namespace, tokenizer: Any, kind: str, decides: bool) -> tuple[Tensor, Tensor, Tensor]:

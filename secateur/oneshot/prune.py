@@ -120,7 +120,7 @@ class _Job:
 def _by_score(model: nn.Module, batches: Iterable[Batch] | Tensor, job: _Job, settings: CalibrationSettings) -> Outcome:
     settings = replace(settings, unfit=unfit_for(job.pattern))
     with restore_on_error(model) as undo, CalibratedModel(model, batches, settings) as calibrated:
-        scope = scope_for(job.score, job.scope, job.pattern, job.allocation, calibrated.sites)
+        scope = scope_for(job.score, job.scope, job.pattern, job.allocation, calibrated.prunables)
         sparsity = check_choice(job.sparsity, scope, job.pattern, job.allocation)
         dense = _dense_copy(calibrated) if job.reconstruct else None
         undo.append(calibrated.undo(dense))
@@ -133,7 +133,7 @@ def _by_score(model: nn.Module, batches: Iterable[Batch] | Tensor, job: _Job, se
 
 def _dense_copy(calibrated: CalibratedModel) -> dict[str, Tensor]:
     """Host copies of the prunable weights by name."""
-    return {site.name: on_host(site.parameter.detach()) for site in calibrated.sites}
+    return {prunable.name: on_host(prunable.parameter.detach()) for prunable in calibrated.prunables}
 
 
 def _run_rounds(
