@@ -135,8 +135,8 @@ def encoded(documents: Iterable[str], encoder: Any, encoding: Encoding) -> Encod
 def encode_blocks(
     blocks: Iterable[tuple[Sequence[str], Place]], encoding: Encoding, workers: int
 ) -> Generator[tuple[Encoded, Place], None, None]:
-    """Blocks of documents as tokens, in their order, by so many processes; one works in this process. What is beside a
-    block is passed through. At most AHEAD blocks for each worker are in memory."""
+    """Tokenize blocks of documents in `workers` processes (1: in this one), and yield them in their order, each with
+    the place that came with it. At most AHEAD blocks for each worker are in memory."""
     if workers == 1:
         encoder = _from_text(encoding.tokenizer)
         for documents, place in blocks:

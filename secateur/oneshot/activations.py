@@ -64,7 +64,7 @@ MOST_RANGES = 64  # parts of one weight for which X^T X is kept
 
 
 class Place(NamedTuple):
-    """The matrices of a weight that inputs belong to, `first` up to `end` of so many.
+    """The matrices of a weight that inputs belong to: from `first` up to `end`, out of `matrices`.
 
     A stacked weight has a matrix for each expert, a convolution one for each group. A weight that is called by ranges
     of its rows, as cross-attention calls the in_proj_weight of nn.MultiheadAttention, has matrices of equal size whose

@@ -315,7 +315,7 @@ class CalibratedModel:
         return counts
 
     def memory_plan(self, prunables: Sequence[Prunable], statistics: int) -> MemoryPlan:
-        """How to store so many gradient statistics of these weights; cached."""
+        """How to store this number of gradient statistics for each of these weights; cached."""
         if self.streams:
             wide = any(prunable.parameter.dtype == torch.float32 for prunable in prunables)
             self.notes["memory"] = f"Blocks are streamed to {self.device} one at a time; statistics are on the host."

@@ -175,7 +175,7 @@ class MemoryPlan:
     """How gradient statistics are stored, whether activations are recomputed, and why."""
 
     dtype: torch.dtype = torch.float32
-    on_device: int | None = None  # statistics of so many weights stay on the device, the others on the host; None: all
+    on_device: int | None = None  # weights whose statistics stay on the device, not on the host; None: all of them
     checkpointing: bool = False
     reason: str = ""
 

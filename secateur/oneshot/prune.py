@@ -59,7 +59,7 @@ def prune(
             batches; `wanda` gets norms of inputs.
         scope: by default that of the score's paper: rows for wanda (the whole model in convolutional networks), layers
             for magnitude, otherwise the whole model.
-        rounds: sparsity rises along a cubic in so many rounds, and every round measures anew.
+        rounds: how many rounds the sparsity rises in, along a cubic; every round measures anew.
         reconstruct: True reconstructs the surviving weights at the end, "every" after every round, so that the next
             round measures reconstructed weights.
         loss: `loss(model, batch)` instead of the default. Without it, an fp32 model on a GPU is measured in bf16
