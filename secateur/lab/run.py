@@ -304,8 +304,8 @@ def render_run(folder: Path, name: str, summary: Mapping[str, Any]) -> str:
         ("seconds", f"{summary['seconds']:.1f}"),
         *_resources(summary),
     ]
-    versions = ", ".join(f"{package} {version}" for package, version in summary["versions"].items())
-    footer = html.escape(f"{summary['hardware']}; {versions}; commit {summary['commit']}.")
+    packages = ", ".join(f"{package} {version}" for package, version in summary["versions"].items())
+    footer = html.escape(f"{summary['hardware']}; {packages}; commit {summary['commit']}.")
     warning = warning_box(load.warning if load else None)
     parts = [warning, f"<p>{html.escape(name)}</p>", html_table(("", "value"), rows)]
     return document(run_headline(summary), parts, _run_figures(folder, lines, summary), footer)
