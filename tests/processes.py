@@ -44,10 +44,14 @@ class Done:
 
 
 def start(module: str, *words: str, log: Path, **environment: str) -> BaseProcess:
-    """`python -m module words` in a process of its own, in the root of the clone; `log` gets all it prints."""
+    """`python -m module words` in a process of its own, in the root of the clone; `log` gets all it prints.
+
+    It has the caller's environment, and `environment` on top. The process that forks keeps that of whoever came first.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*IMPORTED])
-    process = context.Process(target=_run, args=(module, words, log, environment), daemon=True)
+    whole = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    process = context.Process(target=_run, args=(module, words, log, whole), daemon=True)
     process.start()
     return process
 
@@ -58,7 +62,8 @@ def _run(module: str, words: tuple[str, ...], log: Path, environment: dict[str, 
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
-    os.environ |= {"OMP_NUM_THREADS": "1", **environment}
+    os.environ.clear()
+    os.environ |= environment
     torch.set_num_threads(1)
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))

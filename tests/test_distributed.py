@@ -106,3 +106,15 @@ def test_copies_get_the_zeros_and_replaced_parameters_are_noticed(tmp_path: Path
     assert found["copies"] == {f"{how} {way}": True for how in ("fsdp", "ddp") for way in (*HELD, "averaged")}
     assert found["too-early"].startswith("StateError: The model's '0.weight' is not the parameter it was when")
     assert found["gathered"] == round(0.5 * 822) / 822
+
+
+def test_a_process_has_the_environment_of_the_test_that_starts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of the test which happened to start the first: test_kernels.py turns kernels on for its own."""
+    for told in ("off", "other", None):
+        monkeypatch.setenv("SECATEUR_KERNELS", told) if told else monkeypatch.delenv("SECATEUR_KERNELS")
+        script = "print('[', os.environ.get('SECATEUR_KERNELS'), ']')"
+        done = run_ranks(1, "timeit", "-n1", "-r1", "-simport os", script, log=tmp_path / f"{told}.log")
+        assert done.well
+        assert f"[ {told} ]" in done.said
