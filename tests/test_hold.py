@@ -539,9 +539,39 @@ def test_a_dense_layer_that_joins_the_optimizer_later_is_named(block: Block) -> 
     train(block, optimizer, 2, pruner.step)
     optimizer.add_param_group({"params": [block.down.weight.requires_grad_(True)]})
     with pytest.warns(
-        UserWarning, match="1 tensors joined AdamW after the Pruner was made and stay dense: 'down.weight'"
+        UserWarning, match="1 tensors joined AdamW or were unfrozen after the Pruner was made and stay dense: 'down"
     ):
         train(block, optimizer, 2, pruner.step)
+    assert bool(block.down.weight.all())
+
+
+@pytest.mark.parametrize("settings", [{}, {"masks": "zeros"}])
+def test_a_sparse_layer_that_is_unfrozen_under_a_schedule_is_refused(settings: dict[str, Any]) -> None:
+    model, inputs = sparse("relu")
+    first = model.get_parameter("0.weight").requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)  # has the frozen layer too
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that other layers have zeros, without masks
+        pruner = sc.Pruner(model, optimizer, every=1, sparsity=0.8, **settings)
+        run(model, inputs, optimizer, pruner, 2)
+    first.requires_grad_(True)
+    before = zeros(model)
+    with pytest.raises(StateError, match="1 tensors with zeros joined AdamW or were unfrozen.*zeros: '0.weight'"):
+        run(model, inputs, optimizer, pruner, 1)
+    assert same(zeros(model), before)
+
+
+@pytest.mark.parametrize("skip", ["down", ()])
+def test_a_dense_layer_that_is_unfrozen_later_is_named_unless_it_is_skipped(skip: Any, block: Block) -> None:
+    block.down.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(block.parameters(), 0.01)
+    pruner = sc.Pruner(block, optimizer, sparsity=0.5, every=1, skip=skip)
+    train(block, optimizer, 2, pruner.step)
+    block.down.weight.requires_grad_(True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(block, optimizer, 2, pruner.step)
+    assert ["were unfrozen" in str(one.message) for one in told] == ([] if skip else [True])
     assert bool(block.down.weight.all())
 
 

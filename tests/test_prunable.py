@@ -159,6 +159,20 @@ def test_a_stateless_site_is_named(block: Block) -> None:
         pruner.step()
 
 
+def test_an_optimizer_without_state_is_not_mistaken_for_a_layer_without_gradients() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[1].parameters(), 0.1)]
+    pruner = sc.Pruner(model, optimizers, every=1)
+    model(torch.randn(2, 4)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    with pytest.raises(FactError, match="SGD keeps nothing shaped like the weights for '1.weight'") as told:
+        pruner.step()
+    assert str(told.value).endswith(
+        "Scores that work here: bitter1, bitter2, displacement, magnitude, movement, random."
+    )
+
+
 def test_what_only_looks_like_experts() -> None:
     class Stack(nn.Module):
         def __init__(self, leaf: str) -> None:

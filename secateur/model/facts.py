@@ -296,9 +296,10 @@ class Facts:
         optimizer = self._own(prunable)[0]
         plain, coded = self.members(prunable)
         kind, keeps = type(optimizer).__name__, ", ".join(sorted([*plain, *coded]))
-        if not self.stepped and not any(map(self.has_state, self.prunables)):
+        keeping = {self.owner(one) for one in self.prunables if self.has_state(one)}
+        if not self.stepped and not keeping:
             found = f"{kind} has no state yet: it appears with the first optimizer.step()"
-        elif not self.has_state(prunable) and any(map(self.has_state, self.prunables)):
+        elif not self.has_state(prunable) and self.owner(prunable) in keeping:
             found = (
                 f"{kind} has no state for {prunable.name!r}, which has had no gradient yet: leave it out with skip=..."
             )
@@ -308,7 +309,7 @@ class Facts:
             found = f"{kind} keeps {other if basis else keeps or 'nothing shaped like the weights'}"
             found += f" for {self._listed(missing)}" if len(self._optimizers) > 1 else ""
         # A score works here if every tensor has its facts, whichever optimizer trains it.
-        known = [one for one in self.prunables if self.has_state(one)] or [prunable]
+        known = [one for one in self.prunables if self.has_state(one) or self.owner(one) not in keeping]
         here = set.intersection(*({*self._available(one)} for one in known)) | set(KEPT_FACTS)
         work = [name for name in scores() if set(resolve(name).needs) <= here]
         return f"{self._score.name} needs {', '.join(missing)}; {found}. Scores that work here: {', '.join(work)}."

@@ -115,7 +115,7 @@ class Listener:
     ) -> None:
         self._optimizers, self._clock, self._facts, self._held = optimizers, clock, facts, held
         self._waiting = dict(waiting)
-        self._trained = [_trained(optimizer) for optimizer in optimizers]  # how many parameters each has
+        self._trained = [self._training(optimizer) for optimizer in optimizers]
         self._used: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._looked = self._late = self._idle = self._between = 0
         self._warned: set[str] = set()
@@ -270,29 +270,36 @@ class Listener:
                 " pruner.step() after the wrapper's step() instead.",
             )
 
+    def _training(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+        """How many parameters an optimizer has, and how many of those that wait are not frozen."""
+        live = sum(weight.requires_grad for weight in self._waiting.values())
+        return sum(len(group["params"]) for group in optimizer.param_groups), live
+
     def _check_joined(self, number: int) -> None:
-        """Refuse a step in which weights that joined the optimizer later would lose their zeros; warn of dense ones."""
+        """Refuse a step in which weights that joined the optimizer later, or were unfrozen, would lose their zeros;
+        warn of dense ones."""
         optimizer = self._optimizers[number]
-        if _trained(optimizer) == self._trained[number]:
+        if self._training(optimizer) == self._trained[number]:
             return
-        has = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        groups = (group["params"] for group in optimizer.param_groups)
+        has = {id(parameter) for group in groups for parameter in group if parameter.requires_grad}
         joined = {name: weight for name, weight in self._waiting.items() if id(weight) in has}
         sparse = [name for name, weight in joined.items() if SPARSE < _zeros(weight) < 1]
         if sparse:
             raise StateError(
-                f"{len(sparse)} tensors with zeros joined {type(optimizer).__name__} after this Pruner was made, and"
-                f" this step would undo their zeros: {', '.join(map(repr, sparse[:3]))}. Build the Pruner after"
-                " add_param_group(), or give the optimizer every parameter from the start, frozen ones too: a frozen"
-                ' layer does not train, and masks="zeros" with sparsity=None holds its zeros once it does. No weight'
-                " was changed."
+                f"{len(sparse)} tensors with zeros joined {type(optimizer).__name__} or were unfrozen after this Pruner"
+                f" was made, and this step would undo their zeros: {', '.join(map(repr, sparse[:3]))}. Build the Pruner"
+                " while everything that will train is in the optimizer and not frozen, and freeze layers afterwards."
+                ' With sparsity=None, masks="zeros" also holds the zeros of layers that are frozen, if the optimizer'
+                " has them. No weight was changed."
             )
-        self._trained[number] = _trained(optimizer)
+        self._trained[number] = self._training(optimizer)
         if joined:
             self._warn(
                 "joined",
-                f"{len(joined)} tensors joined {type(optimizer).__name__} after the Pruner was made and stay dense:"
-                f" {', '.join(map(repr, list(joined)[:3]))}. To prune them too, build the Pruner after"
-                " add_param_group().",
+                f"{len(joined)} tensors joined {type(optimizer).__name__} or were unfrozen after the Pruner was made"
+                f" and stay dense: {', '.join(map(repr, list(joined)[:3]))}. To prune them too, build the Pruner while"
+                " they are in the optimizer and not frozen.",
             )
 
     def _check_others(self, number: int) -> None:
@@ -334,11 +341,6 @@ class Listener:
         if about not in self._warned:
             self._warned.add(about)
             warnings.warn(message, stacklevel=4)
-
-
-def _trained(optimizer: torch.optim.Optimizer) -> int:
-    """How many parameters an optimizer has."""
-    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 @torch.no_grad()

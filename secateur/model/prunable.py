@@ -205,10 +205,11 @@ def _judge(
         return out(reason)
     if not parameter.numel():
         return out("empty")
-    if not parameter.requires_grad and id(parameter) not in frozen:
-        return out(FROZEN)
     if any(_matches(use, skip) for use in uses):
         return out("skipped by name")
+    wanted = only is None or any(_matches(use, only) for use in uses)
+    if wanted and not parameter.requires_grad and id(parameter) not in frozen:
+        return out(FROZEN)
     if only is not None and (reason := _not_asked(uses, kind, only)):
         return out(reason)
     asked = "" if only is None else "named by only"
