@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import secateur as sc
 from secateur.errors import FactError, OptimizerError
 from secateur.model.facts import decode
+from secateur.scores import resolve
 from tests.conftest import Block, train
 
 
@@ -508,6 +509,57 @@ def test_state_in_another_basis_is_neither_read_nor_zeroed(beside: str | None) -
     message = rf"Coded keeps its moments in another basis than the weights \(by '{beside}'\), .* work here: .*magnitude"
     with pytest.raises(FactError, match=message):
         pruner_of("variance")[0].step()
+
+
+def heavy(state: dict[str, Any], parameter: Tensor, *more: str) -> None:
+    """heavyball's state: a dict for each view of a parameter, with names that tell which transform made a number."""
+    inner = state.setdefault(0, {"step": torch.tensor(0)})  # type: ignore[call-overload]
+    for name in ("exp_avg_0", "exp_avg_sq_0", *more):
+        inner.setdefault(
+            f"update_by_adam_{name}", torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1))
+        )
+    inner["step"] += 1
+
+
+def test_state_in_dicts_inside_is_read_and_zeroed() -> None:
+    layer, optimizer, pruner = coded(heavy, score="bitter8", sparsity=0.5, every=1)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    optimizer.step()
+    inner = optimizer.state[layer.weight][0]
+    plain = {
+        name.split("_", 3)[-1].removesuffix("_0"): value.clone() for name, value in inner.items() if name != "step"
+    }
+    weight = layer.weight.detach().clone()
+    pruner.step()
+    facts = {"weight": weight, "exp_avg": plain["exp_avg"], "step": torch.tensor(1.0).double(), "beta1": 0.9}
+    scores = resolve("bitter8")(**facts)
+    assert scores[pruner.masks["weight"]].min() >= scores[~pruner.masks["weight"]].max()
+    for name in ("update_by_adam_exp_avg_0", "update_by_adam_exp_avg_sq_0"):
+        assert torch.equal(inner[name] != 0, pruner.masks["weight"])
+
+
+def test_dicts_inside_with_another_basis_are_left_alone() -> None:
+    def soap(state: dict[str, Any], parameter: Tensor) -> None:
+        heavy(state, parameter, "Q_3")
+
+    layer, optimizer, pruner = coded(soap, score="magnitude", sparsity=0.5, every=1)
+    layer.weight.grad = torch.randn(24, 16)
+    optimizer.step()
+    pruner.step()
+    assert bool(optimizer.state[layer.weight][0]["update_by_adam_exp_avg_0"].all())
+
+
+def test_state_of_aggmo_is_zeroed() -> None:
+    """A momentum for each beta."""
+    layer, optimizer, pruner = coded(
+        lambda state, parameter: state.setdefault("averages", {0.0: torch.ones(24, 16), 0.9: torch.ones(24, 16)}),
+        score="magnitude", sparsity=0.5, every=1,
+    )  # fmt: skip
+    layer.weight.grad = torch.randn(24, 16)
+    optimizer.step()
+    pruner.step()
+    for average in optimizer.state[layer.weight]["averages"].values():
+        assert torch.equal(average != 0, pruner.masks["weight"])
 
 
 def numbered(state: dict[str, Any], parameter: Tensor) -> None:

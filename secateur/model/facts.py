@@ -6,6 +6,7 @@ its facts into a tensor whose scores a selection evaluates in chunks.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ BLOCK = 256  # values of bitsandbytes that share a scale
 # moment is of no single weight, even if the shape is the same. Shampoo has factors of that shape if it is square.
 BASES = ("projector", "GG", "Q")
 FACTORS = ("precond", "pre_cond", "inv_precond", "inv_pre_cond")
+# What the names end in that heavyball gives the numbers in the dicts inside a parameter's state.
+NESTED = {"step": r"\.step$", "exp_avg": r"_exp_avg_\d+$", "exp_avg_sq": r"_exp_avg_sq_\d+$"}
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
@@ -137,7 +140,26 @@ def _encodes(value: Tensor) -> bool:
 
 def basis_in(state: Mapping[str, Any]) -> str:
     """The names in an optimizer's state that say its moments are in a basis of their own; empty if they are not."""
-    return ", ".join(repr(name) for name in BASES if name in state)
+    inside = {word for name in state if "." in str(name) for word in re.split(r"[._]", name)}  # heavyball's are longer
+    return ", ".join(repr(name) for name in BASES if name in state or name in inside)
+
+
+def flattened(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """A parameter's state with the entries of dicts inside it as entries of its own, their names joined by dots."""
+    if not any(isinstance(value, Mapping) for value in state.values()):
+        return state
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        inner = flattened(value) if isinstance(value, Mapping) else None
+        found |= {str(key): value} if inner is None else {f"{key}.{name}": one for name, one in inner.items()}
+    return found
+
+
+def _meaning(state: Mapping[Any, Any]) -> dict[str, str]:
+    """The names that scores use for flattened entries, where these are unambiguous."""
+    nested = [name for name in state if "." in str(name)]
+    found = {fact: [name for name in nested if re.search(pattern, name)] for fact, pattern in NESTED.items()}
+    return {names[0]: fact for fact, names in found.items() if len(names) == 1 and fact not in state}
 
 
 class Facts:
@@ -187,7 +209,8 @@ class Facts:
         """The optimizer that trains this tensor, its state for it, and the meaning of numbered keys of that state."""
         optimizer = self._optimizers[self.owner(prunable)]
         meant = NUMBERED.get(getattr(optimizer, "optimizer_name", ""), {})
-        return optimizer, optimizer.state.get(prunable.parameter, {}), meant
+        state = flattened(raw := optimizer.state.get(prunable.parameter, {}))
+        return optimizer, state, meant if state is raw else {**meant, **_meaning(state)}
 
     def members(self, prunable: Prunable) -> tuple[dict[str, Tensor], dict[str, Coded]]:
         """The local shard of all optimizer state in the weight's shape, by the names scores use: float tensors, and
@@ -273,12 +296,13 @@ class Facts:
 
     def _available(self, prunable: Prunable) -> dict[str, Any]:
         """All facts about this tensor; codes not yet decoded."""
-        state = self._own(prunable)[1]
+        _, state, meant = self._own(prunable)
         facts: dict[str, Any] = {"weight": local(prunable.parameter.detach()), "index": None}
         for members in self.members(prunable):
             facts |= members
-        if "step" in state:
-            facts["step"] = torch.as_tensor(state["step"]).double()
+        steps = [state[name] for name in state if meant.get(name, name) == "step"]
+        if steps:
+            facts["step"] = torch.as_tensor(steps[0]).double()
         facts |= self._betas(prunable)
         return facts | {fact: tensors[prunable.name] for fact, tensors in self.kept.items()}
 
