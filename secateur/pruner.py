@@ -95,7 +95,7 @@ class Pruner:
         masks: Given | None = None,
     ) -> None:
         self.score = resolve(score)
-        self.every, self.scope, self._pattern = every, as_scope(scope), parse_pattern(pattern)
+        self.scope, self._pattern = as_scope(scope), parse_pattern(pattern)
         self._holds = masks is not None and sparsity is None  # the zeros given, and no others
         if self._holds:
             self.score = resolve("magnitude")  # it reads no optimizer state, and no update will ask it
@@ -109,6 +109,7 @@ class Pruner:
         self._optimizers, self._wrappers = optimizers_in(optimizer)
         self._masked = [one if isinstance(one, MaskedOptimizer) else None for one in self._optimizers]
         self._clock = Clock(every, getattr(self.schedule, "end", None), len(self._optimizers))
+        self.every = self._clock.every
         self._reads_moments = any(need.startswith("exp_avg") for need in self.score.needs)
         self._asked = 0.0  # the sparsity the masks were last brought to
         self._scheduled = 0.0  # what the schedule last returned

@@ -20,7 +20,7 @@ from secateur.errors import FactError, RegrowthError
 from secateur.model.distributed import local
 from secateur.model.facts import dense, target_of
 from secateur.model.prunable import Prunable
-from secateur.schedules import Schedule
+from secateur.schedules import Schedule, whole_steps
 from secateur.scores import Score, resolve
 from secateur.selection import Quota, Selection, Target, fulfil
 from secateur.selection.exact import Peers
@@ -87,9 +87,10 @@ def regrowth_for(
             f"The schedule {schedule} has no end, so regrowth needs one: pass until=..., the optimizer step after which"
             " no weight comes back (RigL uses three quarters of training)."
         )
-    if isinstance(end, bool) or not isinstance(end, int) or end < 1:
+    last = whole_steps(end)
+    if last is None or last < 1:
         raise RegrowthError(f"until must be a number of optimizer steps, at least 1; got {end!r}.")
-    return Regrowth(kind, float(drop), end)
+    return Regrowth(kind, float(drop), last)
 
 
 def exchange(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 from secateur.errors import ScheduleError
 
@@ -76,6 +79,14 @@ def check_sparsity(value: float) -> float:
     return float(value)
 
 
+def whole_steps(value: Any) -> int | None:
+    """A whole number of Python, NumPy or torch as an int; None for anything else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
 def check_rising(value: float, before: float, step: int) -> None:
     """Raise if a schedule asks for less than before. Pruned weights do not come back, and regrowth exchanges weights at
     the same sparsity, so the sparsity achieved would not be the one asked for."""
@@ -93,9 +104,12 @@ def described(schedule: Schedule) -> str:
 
 
 def _ramp(target: float, begin: int, end: int, curve: Callable[[float], float]) -> Ramp:
-    if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin < end):
-        raise ScheduleError(f"A schedule needs 0 <= begin < end, whole optimizer steps; got begin={begin}, end={end}.")
-    return Ramp(check_sparsity(target), begin, end, curve)
+    first, last = whole_steps(begin), whole_steps(end)
+    if first is None or last is None or not 0 <= first < last:
+        raise ScheduleError(
+            f"A schedule needs 0 <= begin < end, whole optimizer steps; got begin={begin!r}, end={end!r}."
+        )
+    return Ramp(check_sparsity(target), first, last, curve)
 
 
 def constant(sparsity: float) -> Constant:
@@ -145,9 +159,15 @@ class Clock:
     """
 
     def __init__(self, every: int, end: int | None, optimizers: int = 1) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        period = whole_steps(every)
+        if period is None or period < 1:
             raise ScheduleError(f"every must be a number of optimizer steps, at least 1; got {every!r}.")
-        self.every, self.end = every, end
+        if end is not None and whole_steps(end) is None and not isinstance(end, Real):
+            raise ScheduleError(
+                f"The schedule has an attribute `end` that is no number of optimizer steps: {end!r}. The last update of"
+                " the masks is made there. Give it a number, or another name."
+            )
+        self.every, self.end = period, end
         self.taken = self.seen = 0  # steps completed, and those of them that pruner.step() has acted on
         self.settled = 0  # last step at which the masks were current
         self.counts = [0] * optimizers  # steps of each optimizer in this process

@@ -63,3 +63,29 @@ def test_numbers_of_torch_and_numpy_are_numbers() -> None:
     assert check_sparsity(np.float32(0.25)) == 0.25
     with pytest.raises(ScheduleError, match=r"For 1.1 percent write 0.011\."):
         check_sparsity(1.1)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_steps_may_be_whole_numbers_of_numpy_and_torch(library: str) -> None:
+    found = pytest.importorskip(library, reason=f"{library} is not installed")
+    kind = found.int64 if library == "numpy" else found.tensor
+    assert sc.cubic(0.5, begin=kind(2), end=kind(10)) == sc.cubic(0.5, begin=2, end=10)
+    layer = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    schedule = sc.cubic(0.5, begin=kind(2), end=kind(10))
+    assert sc.Pruner(layer, optimizer, sparsity=schedule, every=kind(3), only="*").every == 3
+    pruner = sc.Pruner(layer, optimizer, regrow="random", until=kind(7), only="*")
+    assert str(pruner.regrowth) == "random(drop=0.3, until=7)"
+
+
+def test_an_end_that_is_no_number_is_refused() -> None:
+    class Mine:
+        def __call__(self, step: int) -> float:
+            return 0.5
+
+        def end(self) -> int:
+            return 10
+
+    layer = torch.nn.Linear(4, 4)
+    with pytest.raises(ScheduleError, match="attribute `end` that is no number of optimizer steps"):
+        sc.Pruner(layer, torch.optim.AdamW(layer.parameters()), sparsity=Mine(), only="*")
