@@ -15,7 +15,7 @@ from secateur import kernels
 from secateur.errors import PatternError, RegrowthError, StateError
 from secateur.model.distributed import check_replicas, is_sharded, like, local, peers_of, unwrap
 from secateur.model.facts import Facts, zero_gradients
-from secateur.model.hooks import Handles, Listener, optimizers_in
+from secateur.model.hooks import Handles, Listener, is_elementwise, optimizers_in
 from secateur.model.masks import ZEROS, Given, Held, apply_masks, given_masks, with_given
 from secateur.model.prunable import (
     ABSENT,
@@ -120,9 +120,22 @@ class Pruner:
         if masks is not None:
             self._take_given(masks)
         waiting = untrained(unwrap(model), self._left_out)
-        self._listener = Listener(self._optimizers, self._clock, self._facts, self._held, waiting)
+        self._listener = Listener(self._optimizers, self._clock, self._facts, self._held, waiting, self._masking())
         for masked in filter(None, self._masked):
             self._prepare(masked)
+
+    def _masking(self) -> set[int]:
+        """The numbers of the optimizers whose steps may depend on whole tensors: pruned weights must not count there.
+        RigL ranks pruned weights by the gradients that would be removed."""
+        found = {n for n, one in enumerate(self._optimizers) if self._masked[n] is None and not is_elementwise(one)}
+        if found and self.regrowth is not None and self.regrowth.by_gradient:
+            logger.warning(
+                "The step of %s may depend on all gradients of a tensor, those of pruned weights included, which"
+                " regrow='gradient' needs. If quality suffers, use regrow='random', or Adam or SGD.",
+                ", ".join(type(self._optimizers[number]).__name__ for number in sorted(found)),
+            )  # fmt: skip
+            return set()
+        return found
 
     def _prepare(self, optimizer: MaskedOptimizer) -> None:
         """Announce regrowth to an optimizer that applies masks itself, and warn if it will delay the last update."""
@@ -353,8 +366,8 @@ class Pruner:
 
     def mask_gradients(self) -> None:
         """Zero the gradients of pruned weights. Optional: call it before clipping, and the norm is that of the kept
-        weights alone; or before an optimizer whose steps depend on whole tensors, such as StableAdamW, LAMB and SOAP.
-        Otherwise it changes nothing: `step()` zeroes pruned weights and their state anyway."""
+        weights alone. Otherwise it changes nothing: `step()` zeroes pruned weights and their state anyway, and before
+        the steps of optimizers that may depend on whole tensors gradients are masked without it."""
         if self.regrowth is not None and self.regrowth.by_gradient:
             raise RegrowthError(
                 "regrow='gradient' ranks pruned weights by the gradients that mask_gradients() removes. Leave out the"

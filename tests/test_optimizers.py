@@ -511,6 +511,61 @@ def test_state_in_another_basis_is_neither_read_nor_zeroed(beside: str | None) -
         pruner_of("variance")[0].step()
 
 
+class Normed(torch.optim.SGD):
+    """SGD whose step of a tensor has length lr, as LAMB and StableAdamW scale theirs."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+@pytest.mark.parametrize("kind", [Normed, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SGD])
+def test_pruned_weights_do_not_count_in_steps_that_depend_on_whole_tensors(kind: Any, by_closure: bool) -> None:
+    def run(by_hand: bool) -> tuple[nn.Linear, sc.Pruner]:
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 8, bias=False)
+        optimizer = kind(layer.parameters(), lr=0.1)
+        pruner = sc.Pruner(layer, optimizer, score="magnitude", sparsity=0.5, every=1, only="*")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (layer(torch.randn(4, 8)) - 1).square().sum()
+            loss.backward()
+            if by_hand:
+                pruner.mask_gradients()
+            return loss
+
+        for _ in range(4):
+            if by_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            pruner.step()
+        return layer, pruner
+
+    (layer, pruner), (other, _) = run(False), run(True)
+    assert torch.equal(layer.weight, other.weight)
+    gone = layer.weight.grad[~pruner.masks["weight"]]  # type: ignore[index]
+    assert bool(gone.any()) == (kind is torch.optim.SGD)  # a pass over the gradients is spared where it changes nothing
+
+
+def test_rigl_keeps_the_gradients_of_pruned_weights(caplog: pytest.LogCaptureFixture) -> None:
+    layer = nn.Linear(8, 8, bias=False)
+    optimizer = Normed(layer.parameters(), lr=0.1)
+    pruner = sc.Pruner(layer, optimizer, score="magnitude", sparsity=0.5, every=1, regrow="gradient", until=3, only="*")
+    for _ in range(4):
+        layer.weight.grad = torch.randn(8, 8)
+        optimizer.step()
+        pruner.step()
+    assert bool(layer.weight.grad.all())  # type: ignore[union-attr]
+    assert "The step of Normed may depend on all gradients of a tensor" in caplog.text
+
+
 def heavy(state: dict[str, Any], parameter: Tensor, *more: str) -> None:
     """heavyball's state: a dict for each view of a parameter, with names that tell which transform made a number."""
     inner = state.setdefault(0, {"step": torch.tensor(0)})  # type: ignore[call-overload]

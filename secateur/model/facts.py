@@ -346,7 +346,7 @@ class Facts:
     def _moves(self, number: int) -> Iterator[tuple[str, Tensor, Tensor, int]]:
         """Name, weight, gradient and sign of every tensor that this optimizer is about to step."""
         scale = getattr(self._optimizers[number], "grad_scale", None)  # fused optimizers get scaled gradients
-        for prunable in self.prunables:
+        for prunable in self.prunables if "movement_sum" in self.kept else ():
             if self.owner(prunable) == number and prunable.parameter.grad is not None:
                 gradient = dense(local(prunable.parameter.grad)).float()
                 gradient = gradient if scale is None else gradient / scale

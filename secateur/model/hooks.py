@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from secateur.errors import OptimizerError, StateError
 from secateur.model.distributed import local
-from secateur.model.facts import Facts, was_skipped
+from secateur.model.facts import Facts, was_skipped, zero_gradients
 from secateur.model.masks import SPARSE, Held
 from secateur.schedules import Clock
 
@@ -20,6 +20,11 @@ CHECKED = 8  # times that the order of the loop is checked, which does not chang
 IN_A_ROW = 3  # times before a warning: one may be a skipped step of a GradScaler or an odd iteration
 IDLE = 8  # steps of one optimizer before another of the list that has not stepped is reported
 FUSED_BACKWARD = ("Lomo", "AdaLomo", "LayerWiseDummyOptimizer")  # LOMO, and layerwise GaLore and APOLLO of transformers
+
+# torch's optimizers that step each weight by its own numbers alone. Others may scale or turn the step of a tensor by
+# all of its gradients (StableAdamW, Adafactor, LAMB, Muon, SOAP): there those of pruned weights would move kept ones.
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop",
+               "SparseAdam")  # fmt: skip
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -86,6 +91,12 @@ def _not_an_optimizer(given: Any) -> str | None:
     return None
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's step is one of torch's in which no weight depends on the gradients of others."""
+    step = type(optimizer).step
+    return step.__module__.startswith("torch.optim.") and step.__qualname__.partition(".")[0] in ELEMENTWISE
+
+
 class Handles:
     """What `attach()` returns: hooks on one optimizer or several, removed together."""
 
@@ -101,8 +112,9 @@ class Handles:
 class Listener:
     """Counts real optimizer steps; a GradScaler may skip some without saying so.
 
-    `waiting` are weights that are not pruned because no optimizer trains them, by name. The hooks reference the
-    listener weakly, so that an unused Pruner is freed.
+    `waiting` are weights that are not pruned because no optimizer trains them, by name. `masking` are the numbers of
+    the optimizers before whose steps the gradients of pruned weights are zeroed. The hooks reference the listener
+    weakly, so that an unused Pruner is freed.
     """
 
     def __init__(
@@ -112,9 +124,10 @@ class Listener:
         facts: Facts,
         held: Held,
         waiting: Mapping[str, Tensor],
+        masking: Container[int] = (),
     ) -> None:
         self._optimizers, self._clock, self._facts, self._held = optimizers, clock, facts, held
-        self._waiting = dict(waiting)
+        self._waiting, self._masking = dict(waiting), masking
         self._trained = [self._training(optimizer) for optimizer in optimizers]
         self._used: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._looked = self._late = self._idle = self._between = 0
@@ -140,7 +153,8 @@ class Listener:
         optimizer.register_step_post_hook(torch.compiler.disable(after))
 
     def _before(self, number: int, given: tuple[Any, ...], named: dict[str, Any]) -> Arguments | None:
-        """Look for zeros before the first step, and read the gradients: now, or after the closure has computed them.
+        """Look for zeros before the first step, and read or mask the gradients: now, or after the closure has computed
+        them.
 
         torch calls the hooks twice when the step of a subclass calls its parent's; only one step is counted.
         """
@@ -151,26 +165,35 @@ class Listener:
         self._check_between()
         if not self._facts.stepped:
             self._check_zeros()
-        if "movement_sum" not in self._facts.kept or was_skipped(self._optimizers[number]):
+        wanted = "movement_sum" in self._facts.kept or number in self._masking
+        if not wanted or was_skipped(self._optimizers[number]):
             return None
         closures = [value for value in (*given[1:], *named.values()) if callable(value)]  # the first is the optimizer
         if not closures:
             self._facts.accumulate_movement(number)
+            self._mask_gradients(number)
             return None
         evaluate = self._noting(closures[0], number)
         replaced = {key: evaluate if value is closures[0] else value for key, value in named.items()}
         return tuple(evaluate if value is closures[0] else value for value in given), replaced
 
     def _noting(self, closure: Callable[..., Any], number: int) -> Callable[..., Any]:
-        """The closure, followed by reading the gradients it leaves."""
-        facts = self._facts
+        """The closure, followed by reading and masking the gradients it leaves."""
 
         def evaluate(*args: Any, **options: Any) -> Any:
             loss = closure(*args, **options)
-            facts.note_movement(number)
+            self._facts.note_movement(number)
+            self._mask_gradients(number)
             return loss
 
         return evaluate
+
+    def _mask_gradients(self, number: int) -> None:
+        """Zero the gradients of this optimizer's pruned weights, if its step may depend on whole tensors."""
+        if number in self._masking:
+            held = zip(self._facts.prunables, self._held.masks, self._held.dead, strict=True)
+            own = [(one.parameter, mask) for one, mask, dead in held if dead and self._facts.owner(one) == number]
+            zero_gradients([parameter for parameter, _ in own], [mask for _, mask in own])
 
     def _after(self, number: int) -> None:
         self.note_weights()  # also at the second call, as a subclass may write masks after its parent's step
