@@ -425,22 +425,18 @@ def one_a_slice(evaluate: Callable[[Where], Tensor], weight: Tensor, dims: Seque
     return lambda where: evaluate(where).masked_fill(flat_part(flat, where), UNREACHED)
 
 
-def spared_share(asked: float, unreached: int, total: int) -> float:
-    """The share of unreached weights to keep before all others: all of them, unless the reached weights would then keep
-    less than half of what they keep at the asked sparsity."""
-    reached = total - unreached
-    excess = asked * total - reached * (1 + asked) / 2
-    return 1 - max(0.0, excess) / unreached
+def least_spared(matrices: Tensor, reached: Tensor, asked: float) -> Tensor:
+    """The magnitude from which weights of each unreached matrix are kept, so that the share `asked` of them goes; NaN
+    for reached matrices. `matrices` has shape [matrices, weights].
 
-
-def least_spared(matrices: Tensor, reached: Tensor, share: float) -> Tensor:
-    """The magnitude from which weights of each unreached matrix are kept, so that about `share` of them are; NaN for
-    reached matrices. `matrices` has shape [matrices, weights]."""
+    Nothing is known of these weights, so they lose what an average matrix loses. Kept whole, they cost the others more
+    than they are worth, even where they are used after all (docs/LOG.md).
+    """
     floors = torch.full((len(matrices),), torch.nan, dtype=torch.float32, device="cpu")
     for number in (~reached).nonzero().flatten().tolist():
         sample = matrices[number][:: max(1, matrices.shape[1] // SAMPLE)].float().abs()
-        rank = round((1 - share) * sample.numel())
-        floors[number] = float(sample.kthvalue(rank).values) if rank else 0.0
+        gone = min(round(asked * sample.numel()), sample.numel() - 1)
+        floors[number] = float(sample.kthvalue(gone + 1).values)
     return floors
 
 

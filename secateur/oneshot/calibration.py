@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from secateur import kernels
 from secateur.errors import FactError, ScheduleError
 from secateur.model.distributed import Gathered, fingerprint, ranks_of, reshard, unwrap
-from secateur.model.facts import least_spared, spared_share, target_of
+from secateur.model.facts import least_spared, target_of
 from secateur.model.masks import Held, Masks
 from secateur.model.prunable import (
     Globs,
@@ -393,37 +393,35 @@ class CalibratedModel:
 
     # Masks
 
-    def targets(self, score: Score, facts: FactTable, asked: float, together: bool, anew: bool = False) -> list[Target]:
+    def targets(self, score: Score, facts: FactTable, asked: float, anew: bool = False) -> list[Target]:
         """Every weight as input of a selection at this sparsity; `anew` ignores the current masks.
 
-        Matrices without inputs are spared. `together` says that all weights compete with each other.
+        Matrices without inputs lose this share of their own weights, so that the others lose it too.
         """
         targets, dead_counts = [], [0] * len(self.prunables) if anew else self.held.dead
         reached = {prunable.name: self.reached(prunable, facts[prunable.name]) for prunable in self.prunables}
-        spared = self._spared(reached, asked, together)
+        spared = self._spared(reached, asked)
         for prunable, mask, dead in zip(self.prunables, self.held.masks, dead_counts, strict=True):
             needed = {name: facts[prunable.name][name] for name in score.needs}
             targets.append(target_of(prunable, score, needed, mask, dead, spared=spared.get(prunable.name)))
         return targets
 
-    def _spared(self, reached: Mapping[str, Tensor], asked: float, together: bool) -> dict[str, Tensor]:
-        """The magnitude above which weights of matrices without inputs are spared, by name; adds a note."""
+    def _spared(self, reached: Mapping[str, Tensor], asked: float) -> dict[str, Tensor]:
+        """The magnitude from which weights of matrices without inputs are spared, by name; adds a note."""
         sizes = {prunable.name: prunable.parameter.numel() for prunable in self.prunables}
         counts = {name: int((~found).sum()) * sizes[name] // len(found) for name, found in reached.items()}
         counts = {name: count for name, count in counts.items() if count}
         if not counts:
             return {}
-        share = spared_share(asked, sum(counts.values()), sum(sizes.values()))
         floors = {}
         for prunable in self.prunables:
             if prunable.name in counts:
-                own = share if together else spared_share(asked, counts[prunable.name], sizes[prunable.name])
                 matrices = prunable.parameter.detach().reshape(len(reached[prunable.name]), -1)
-                floors[prunable.name] = least_spared(matrices, reached[prunable.name], own)
+                floors[prunable.name] = least_spared(matrices, reached[prunable.name], asked)
         named = [f"{name} ({count:,})" for name, count in counts.items()]
         self.notes["unreached"] = (
             f"No inputs reached {sum(counts.values()):,} weights in any batch (experts without tokens, layers that were"
-            f" not called). They are ranked by magnitude, and {share:.0%} of them are kept before all others:"
+            f" not called). Each such matrix loses the asked share of its own weights, the smallest:"
             f" {', '.join(named[:4])}{', ...' if named[4:] else ''}"
         )
         return floors

@@ -146,7 +146,7 @@ def _run_rounds(
         began = time.perf_counter()
         with calibrated.stages.stage("selection"), torch.no_grad():
             asked = sparsity if number == job.rounds else ramp(number)
-            targets = calibrated.targets(job.score, facts, asked, select.together)
+            targets = calibrated.targets(job.score, facts, asked)
             chosen = select(targets, asked, calibrated.held.packed)
         del facts, targets
         calibrated.set_masks(chosen, asked, time.perf_counter() - began)

@@ -99,7 +99,7 @@ class Probe:
         if anew:
             self._old = {}  # gradients of other weights than those that will be probed
         with self.calibrated.stages.stage("selection"):
-            targets = self.calibrated.targets(self.score, facts, sparsity, self._select.together, anew)
+            targets = self.calibrated.targets(self.score, facts, sparsity, anew)
             return self._select(targets, sparsity, self.calibrated.held.packed).masks
 
     def candidates(self, sparsity: float, refresh: bool) -> list[Tensor]:

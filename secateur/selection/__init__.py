@@ -153,12 +153,6 @@ class Select:
     def __call__(self, targets: list[Target], asked: float, packed: bool) -> Selection:
         return choose(targets, asked, scope=self.scope, pattern=self.pattern, allocation=self.allocation, packed=packed)
 
-    @property
-    def together(self) -> bool:
-        """Whether weights of all layers compete with each other."""
-        by_group = self.pattern is not None and self.pattern.kept is not None
-        return self.scope == "model" and self.allocation is None and not by_group
-
 
 def choose(
     targets: Sequence[Target],
