@@ -40,6 +40,7 @@ MATRICES = {"proj", "weight", "kernel"}  # words that count more than those of t
 
 STACK = Layout(rows=(0, 1), inputs=2)  # [matrices, outputs, inputs]
 TURNED_STACK = Layout(rows=(0, 2), inputs=1)
+TURNED = {"Llama4TextExperts", "RecurrentGemmaRglru"}  # modules with such stacks, which nothing else tells
 
 VECTOR = "bias, norm or vector"
 
@@ -164,7 +165,7 @@ def _stacked(use: Use) -> Layout:
         marked = size != use.parameter.shape[2]
     if marked is None:
         pairs = [pair for other in _siblings(use) for pair in ((use.parameter, other), (other, use.parameter))]
-        marked = "Llama4TextExperts" in _kinds(use.module) or any(_opens(up, down, True, (2,)) for up, down in pairs)
+        marked = not TURNED.isdisjoint(_kinds(use.module)) or any(_opens(up, down, True, (2,)) for up, down in pairs)
     return TURNED_STACK if marked else STACK
 
 
