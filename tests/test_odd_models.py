@@ -586,6 +586,38 @@ def test_a_router_that_reads_what_its_experts_read(settings: dict[str, Any]) -> 
     assert report.sparsity == pytest.approx(0.5, abs=0.01)
 
 
+class Without(nn.Module):
+    """A layer whose inputs are inside torch.vmap, sparse or nested."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.layer, self.last = way, nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "vmap":
+            return self.last(torch.vmap(self.layer)(x).relu())
+        if self.way == "mask":  # as transformers makes masks of attention: no weight takes part
+            return self.last(self.layer(x * torch.vmap(lambda row: torch.ones_like(row).cumsum(0) > 0)(x)).relu())
+        if self.way in ("jagged", "strided"):
+            rows = torch.nested.nested_tensor([x[:3], x[3:]], layout=getattr(torch, self.way))
+            return self.last(torch.cat(self.layer(rows).unbind()).relu())
+        return self.last((x.relu().to_sparse() @ self.layer.weight.t()).relu())
+
+
+@pytest.mark.parametrize("way", ["vmap", "mask", "sparse", "jagged", "strided"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_inputs_without_storage(way: str) -> None:
+    model = Without(way)
+    if way == "mask":
+        report = sc.prune(model, pairs(), score="wanda")
+    else:
+        with pytest.raises(FactError, match="The inputs of 'layer.weight' cannot be seen"):
+            sc.prune(model, pairs(), score="wanda")
+        report = sc.prune(model, pairs(), reconstruct=True)
+        assert any("were not reconstructed: layer.weight" in note for note in report.notes)
+    assert report.pruned == 160
+
+
 def test_a_device_that_is_not_there() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")

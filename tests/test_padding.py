@@ -295,3 +295,21 @@ def test_queries_and_keys_of_torchs_decoder_layers_each_have_their_own_padding()
     for site in sites:
         assert found[0].tokens[site.name].tolist() == found[1].tokens[site.name].tolist(), site.name
         torch.testing.assert_close(found[0].norms(site), found[1].norms(site))
+
+
+def test_convolutions_over_a_text_leave_out_padding() -> None:
+    """SqueezeBERT multiplies by convolutions of kernel size 1, in groups."""
+    torch.manual_seed(0)
+    sizes = dict.fromkeys(("q_groups", "k_groups", "v_groups", "intermediate_groups", "output_groups"), 2)
+    config = transformers.SqueezeBertConfig(**SIZES, **sizes, embedding_size=32, vocab_size=64)
+    model = transformers.SqueezeBertForMaskedLM(config)
+    sites, _ = find_prunable(model)
+    found = []
+    for batches in (alone(), [padded(2 * LONGEST)]):
+        statistics = InputStatistics(sites, products=True)
+        gather_inputs(model, batches, statistics, forward=run_model)
+        found.append(statistics)
+    assert any(len(statistic) == 2 for statistic in found[0].tokens.values())
+    for site in sites:
+        assert found[0].tokens[site.name].tolist() == found[1].tokens[site.name].tolist(), site.name
+        torch.testing.assert_close(found[0].norms(site), found[1].norms(site), rtol=1e-4, atol=1e-4)

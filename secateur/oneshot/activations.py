@@ -151,8 +151,7 @@ class InputStatistics(TorchFunctionMode):
         elif func in CONVOLUTIONS:
             named = dict(zip(CONVOLUTION_NAMES, args, strict=False)) | kwargs
             if (site := self._site(named["weight"])) is not None:
-                patches = _patches(named)
-                self.add(site, Place(0, len(patches), len(patches)), patches)
+                self._add_patches(func, site, _patches(named))
         elif func in INDEXING and self._padding:
             self._follow_indexing(*args, **kwargs)
         if len(self.touched) < len(self._watched) and getattr(func, "__name__", "") not in METADATA:
@@ -191,7 +190,10 @@ class InputStatistics(TorchFunctionMode):
             self._add_inputs(site, right.mT if right.ndim > 1 else right, left, -1)
 
     def _add_inputs(self, site: Prunable, inputs: Tensor, weight: Tensor, contracted: int) -> None:
-        """Record inputs whose last dimension is contracted with this dimension of the weight."""
+        """Record inputs whose last dimension is contracted with this dimension of the weight. Inputs without
+        storage or of several sizes stay hidden."""
+        if inputs.is_nested or _storage(inputs) < 0:
+            return
         stacked, width = len(site.layout.rows) > 1, site.parameter.shape[site.layout.inputs]
         square = width == site.parameter.shape[site.layout.rows[-1]] > 1
         transposed = square and weight.stride(contracted) != site.parameter.stride(site.layout.inputs)
@@ -203,6 +205,13 @@ class InputStatistics(TorchFunctionMode):
         place = _place_of(site, weight, contracted)
         inputs = self._without_padding(site, inputs.detach(), place)
         self.add(site, place, inputs.reshape(len(weight) if stacked and weight.ndim == 3 else 1, -1, width))
+
+    def _add_patches(self, func: Any, site: Prunable, patches: Tensor) -> None:
+        """Record the patches of a convolution; only those over one dimension may be positions of a text."""
+        place, width = Place(0, len(patches), len(patches)), patches.shape[-1]
+        if func is torch.conv1d:
+            patches = self._without_padding(site, patches, place)
+        self.add(site, place, patches.reshape(place.matrices, -1, width))
 
     def _follow_indexing(self, source: Any, *args: Any, **kwargs: Any) -> None:
         """Remember which of the rows that an expert gets from `[batch x positions, features]` are not padding."""
@@ -382,8 +391,11 @@ def _added(total: Tensor | None, value: Tensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    """The address of a tensor's storage; -1 for tensors without one, such as sparse tensors."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -1
+    """The address of a tensor's storage; -1 without one: sparse and jagged tensors, and those inside torch.vmap."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # also NotImplementedError
+        return -1
 
 
 def product_of(left: Tensor, right: Tensor) -> Tensor:
