@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import secateur as sc
@@ -195,6 +196,32 @@ def test_layers_with_inputs_and_without_gradients_are_said(stopped: bool, work: 
     told = [note for note in report.notes if "256 weights have inputs, but their gradients are all zero" in note]
     assert bool(told) == stopped
     assert all("block.weight (256)" in note and "use_reentrant=True" in note for note in told)
+
+
+@pytest.mark.parametrize("work", [sc.prune, partial(sc.probe, score="variance")])
+def test_a_loss_near_zero_in_all_but_few_batches_is_said(work: Any) -> None:
+    """A model that fits its batches has gradients only where it fails, so scores rest on a few examples."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight.copy_(5 * torch.eye(8))
+            layer.bias.zero_()
+    targets = [torch.arange(16) % 8 for _ in range(6)]
+    batches = [(nn.functional.one_hot(y, 8).float(), y) for y in targets]
+    batches[4][1][0] += 1  # one wrong label
+
+    def softened(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]) / 100, batch[1])
+
+    def noted(**settings: Any) -> list[str]:
+        notes = work(copy.deepcopy(model), batches, only="*", **settings).notes
+        return [note for note in notes if "of the squared losses" in note]
+
+    (note,) = noted()
+    assert note.startswith("One of 6 batches has 100% of the squared losses")
+    assert "loss=" in note
+    assert not noted(loss=softened)
 
 
 def test_layers_the_batches_never_call_are_kept_and_said() -> None:
