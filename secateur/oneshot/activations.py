@@ -58,8 +58,10 @@ METADATA = {"__get__", "data_ptr", "dim", "element_size", "is_contiguous", "nume
 DECODER_WEIGHT = re.compile(r"decoder|lm_head|proj_out")
 FUSED_CROSS_ATTENTION = re.compile(r"decoder.*multihead_attn\.in_proj_weight")  # of torch's decoder layers
 CROSS_ATTENTION = re.compile(
-    r"(cross_?att|encoder_?att|EncDecAtt|multihead_att)\w*\.(\w+\.)*((k|v|kv|key|value)(_proj|_lin)?(\.|_weight)|c_attn)"
+    r"(cross_?att|encoder_(decoder_)?att|encoderatt|EncDecAtt|multihead_att)\w*\.(\w+\.)*((k|v|kv|key|value)(_proj|_lin)?(\.|_weight)|c_attn)"
 )
+ENCODER_WEIGHT = re.compile(r"(^|\.)encoder\.")
+VISION_WEIGHT = re.compile(r"^(\w+\.){0,2}(vision|visual|vision_(model|tower|encoder|backbone)|image_encoder)\.")
 MOST_RANGES = 64  # parts of one weight for which X^T X is kept
 
 
@@ -223,7 +225,7 @@ class InputStatistics(TorchFunctionMode):
 
     def _without_padding(self, site: Prunable, inputs: Tensor, place: Place) -> Tensor:
         """The inputs without padded positions; all of them if they are not laid out like the batch."""
-        order = (INPUT, DECODER) if reads_input(site.name, place) else (DECODER, INPUT)  # the second if it alone fits
+        order = masks_of(site.name, place)  # the second if it alone fits
         for mask in (self._padding[name] for name in order if name in self._padding):
             if inputs.ndim > 2 and inputs.shape[:2] == mask.shape:
                 return inputs[mask]
@@ -348,11 +350,17 @@ class PairedInputs(InputStatistics):
         self.unpaired |= self._on_any_rank(ranks, self.unpaired)
 
 
-def reads_input(name: str, place: Place) -> bool:
-    """Whether a weight of an encoder-decoder, or this part of it, reads the encoder's positions, by its name."""
+def masks_of(name: str, place: Place) -> tuple[str, ...]:
+    """The masks of the positions that a weight, or this part of it, may read, by its name: the likelier first. Pictures
+    have none, and what surely reads the encoder's positions never takes the decoder's mask."""
+    if VISION_WEIGHT.search(name):
+        return ()
     if FUSED_CROSS_ATTENTION.search(name):
-        return place.first > 0  # after the queries
-    return not DECODER_WEIGHT.search(name) or bool(CROSS_ATTENTION.search(name))
+        return (INPUT,) if place.first > 0 else (DECODER, INPUT)  # the queries come first
+    decodes = bool(DECODER_WEIGHT.search(name))
+    if CROSS_ATTENTION.search(name) or (not decodes and ENCODER_WEIGHT.search(name)):
+        return (INPUT,)
+    return (DECODER, INPUT) if decodes else (INPUT, DECODER)
 
 
 def _place_of(site: Prunable, weight: Tensor, contracted: int) -> Place:
