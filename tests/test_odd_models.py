@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from collections import namedtuple
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -616,6 +617,22 @@ def test_inputs_without_storage(way: str) -> None:
         report = sc.prune(model, pairs(), reconstruct=True)
         assert any("were not reconstructed: layer.weight" in note for note in report.notes)
     assert report.pruned == 160
+
+
+@dataclass(frozen=True)
+class Frozen:
+    use_cache: bool = True
+
+
+@pytest.mark.parametrize(
+    "config", [{"use_cache": True}, namedtuple("Config", "use_cache")(True), "small", 3, Frozen(), SimpleNamespace()]
+)
+def test_a_config_of_any_type(config: Any) -> None:
+    """Only configs that can be changed are, such as those of transformers."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    model.config = config
+    assert sc.prune(model, pairs(), score="wanda").pruned == 160
+    assert model.config is config
 
 
 def test_a_device_that_is_not_there() -> None:

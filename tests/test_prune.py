@@ -374,6 +374,47 @@ def test_interrupted_anywhere_the_model_is_as_it_was(settings: dict[str, Any]) -
     assert work(model).sparsity == pytest.approx(0.6, abs=0.02)
 
 
+class Interrupted(nn.Linear):
+    """A layer that is interrupted when it returns to training mode: in the middle of what calibration restores."""
+
+    armed = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.armed and name == "training" and value:
+            type(self).armed = False
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("work", [partial(sc.prune, score="wanda"), sc.prune, sc.probe])
+def test_ctrl_c_while_settings_are_restored_leaves_none(work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Interrupted(8, 8), nn.LSTM(8, 8, 2, dropout=0.5), Last()).train()
+    model[0].bias.requires_grad_(False)
+    frozen = [parameter.requires_grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    batches = [(torch.randn(6, 8), torch.arange(6) % 4) for _ in range(2)]
+    monkeypatch.setattr(Interrupted, "armed", True)
+    with pytest.raises(KeyboardInterrupt):
+        work(model, batches)
+    assert not Interrupted.armed
+    assert all(module.training for module in model.modules())
+    assert [parameter.requires_grad for parameter in model.parameters()] == frozen
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert model[1].dropout == 0.5
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, states: tuple[Tensor, Any]) -> Tensor:
+        found: Tensor = self.last(self.layer(states[0]).relu())
+        return found
+
+
 def test_an_error_undoes_what_was_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the midst of zeroing the last round: some tensors are zeroed, others not."""
     model, batches = classifier()
