@@ -456,12 +456,24 @@ def test_a_job_ends_with_a_verdict(folder: Path, capsys: pytest.CaptureFixture[s
     assert "collapsed" not in shown.err
 
 
+@pytest.mark.parametrize("drop", ["100%", "100"])
+def test_a_figure_that_is_known_is_not_measured_again(drop: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = iter((75.0, 100.0, 101.0, 102.0, 76.0))  # before; dense, the level, the score alone; after
+    monkeypatch.setattr(evaluation, "perplexity", lambda *_, **__: next(figures))
+    levels = ("--until", "--start", "0.1", "--end", "0.1", "--max-drop", drop)
+    assert run(folder, "probe", *levels, "--out", "out") == 0
+    assert not list(figures)
+    found = dict(json.loads((folder / "out" / "report.json").read_text())["found"])
+    assert list(found.values()) == [75.0, 76.0, 100.0, 101.0, 102.0]
+
+
 @pytest.mark.parametrize("verb", ["prune", "probe", "probe --until --start 0.1 --end 0.1"])
 def test_a_collapse_is_not_passed_over(
     verb: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tried = () if verb == "prune" else (100.0,) * 3  # the probe's own: before, after, the score alone
-    figures = iter((75.8, *tried, 921.0))
+    alone = (100.0,) if verb == "probe" else ()  # the score; before and after are known
+    tried = (100.0,) * 3 if "--until" in verb else ()  # on the text that decides: dense, the level, the score alone
+    figures = iter((75.8, *tried, 921.0, *alone))
     monkeypatch.setattr(evaluation, "perplexity", lambda *_, **__: next(figures))
     assert run(folder, *verb.split(), "--out", "out") == 0
     shown = capsys.readouterr()
@@ -471,3 +483,4 @@ def test_a_collapse_is_not_passed_over(
     assert f"secateur: warning: {said}" in shown.err
     for report in ("report.md", "report.json", "report.html"):
         assert said in (folder / "out" / report).read_text(), report
+    assert not list(figures)

@@ -114,6 +114,19 @@ def test_int8_values_have_a_scale_a_row() -> None:
         pack_weight(weight, int8=True)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_int8_values_near_the_largest_number_stay_finite(dtype: torch.dtype) -> None:
+    """127 times a scale that was rounded up would be infinite."""
+    largest = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).max
+    rows = [[-largest * share, 0.0, largest * share / 3] for share in (1.0, 0.999, 0.9, 0.51)]
+    weight = torch.tensor(rows, dtype=torch.float64).to(dtype)
+    dense = pack_weight(weight, int8=True).dense()
+    assert bool(dense.isfinite().all())
+    torch.testing.assert_close(dense.double(), weight.double(), rtol=0.02, atol=0.0)
+    with pytest.raises(ModelError, match="cannot be stored as int8"):
+        pack_weight(torch.full((2, 2), 1e300, dtype=torch.float64), int8=True)
+
+
 @pytest.mark.parametrize("weight", [torch.zeros(4), torch.zeros(2, 2, dtype=torch.int8), torch.tensor(1.0)])
 def test_what_cannot_be_packed_is_refused(weight: Tensor) -> None:
     assert not smaller(weight)

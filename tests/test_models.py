@@ -204,6 +204,23 @@ def test_experts_of_every_family_are_found_and_lie_as_they_are_used(family: str)
     assert not any("router" in name or name.endswith(".gate.weight") for name in found)
 
 
+def test_gates_of_recurrent_gemma_lie_as_they_are_used() -> None:
+    """Stacks of square matrices, [inputs, outputs] each, whose sizes do not tell."""
+    torch.manual_seed(0)
+    config = transformers.RecurrentGemmaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, lru_width=16, vocab_size=64,
+        head_dim=8, attention_window_size=8,
+    )  # fmt: skip
+    model = transformers.RecurrentGemmaForCausalLM(config)
+    gates = [prunable for prunable in find_prunable(model)[0] if "_gate_weight" in prunable.name]
+    assert len(gates) == 4
+    assert {(prunable.layout.rows, prunable.layout.inputs) for prunable in gates} == {((0, 2), 1)}
+    ids = torch.randint(0, 64, (2, 8))
+    for settings in ({"score": "wanda"}, {"rounds": 2, "reconstruct": "every"}):
+        report = sc.prune(model, [{"input_ids": ids, "labels": ids}], sparsity=0.5, **settings)
+        assert report.sparsity == pytest.approx(0.5, abs=0.01)
+
+
 def vit() -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5)

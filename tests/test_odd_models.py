@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from collections import namedtuple
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -584,6 +585,54 @@ def test_a_router_that_reads_what_its_experts_read(settings: dict[str, Any]) -> 
     model = nn.Sequential(Mixture(), nn.Linear(16, 4))
     report = sc.prune(model, pairs(), sparsity=0.5, only="*", **settings)
     assert report.sparsity == pytest.approx(0.5, abs=0.01)
+
+
+class Without(nn.Module):
+    """A layer whose inputs are inside torch.vmap, sparse or nested."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.layer, self.last = way, nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "vmap":
+            return self.last(torch.vmap(self.layer)(x).relu())
+        if self.way == "mask":  # as transformers makes masks of attention: no weight takes part
+            return self.last(self.layer(x * torch.vmap(lambda row: torch.ones_like(row).cumsum(0) > 0)(x)).relu())
+        if self.way in ("jagged", "strided"):
+            rows = torch.nested.nested_tensor([x[:3], x[3:]], layout=getattr(torch, self.way))
+            return self.last(torch.cat(self.layer(rows).unbind()).relu())
+        return self.last((x.relu().to_sparse() @ self.layer.weight.t()).relu())
+
+
+@pytest.mark.parametrize("way", ["vmap", "mask", "sparse", "jagged", "strided"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_inputs_without_storage(way: str) -> None:
+    model = Without(way)
+    if way == "mask":
+        report = sc.prune(model, pairs(), score="wanda")
+    else:
+        with pytest.raises(FactError, match="The inputs of 'layer.weight' cannot be seen"):
+            sc.prune(model, pairs(), score="wanda")
+        report = sc.prune(model, pairs(), reconstruct=True)
+        assert any("were not reconstructed: layer.weight" in note for note in report.notes)
+    assert report.pruned == 160
+
+
+@dataclass(frozen=True)
+class Frozen:
+    use_cache: bool = True
+
+
+@pytest.mark.parametrize(
+    "config", [{"use_cache": True}, namedtuple("Config", "use_cache")(True), "small", 3, Frozen(), SimpleNamespace()]
+)
+def test_a_config_of_any_type(config: Any) -> None:
+    """Only configs that can be changed are, such as those of transformers."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    model.config = config
+    assert sc.prune(model, pairs(), score="wanda").pruned == 160
+    assert model.config is config
 
 
 def test_a_device_that_is_not_there() -> None:

@@ -165,6 +165,28 @@ class Inherits(Reads):
         return "self.called.weight"
 
 
+class ReadsMembers(nn.Module):
+    """Reads the weights of its layers by other names, from containers and in loops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.named, self.query, self.key = (nn.Linear(16, 16) for _ in range(4))
+        self.inside = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        self.looped, self.counted = (nn.ModuleList(nn.Linear(16, 16) for _ in range(2)) for _ in range(2))
+        self.held = nn.ModuleDict({"one": nn.Linear(16, 16), "other": nn.Linear(16, 16)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.named
+        x = functional.linear(self.called(x), layer.weight) @ self.inside[0].weight + self.inside[1](x)
+        for layer in self.looped:
+            x = functional.linear(x, layer.weight)
+        for _, other in enumerate(self.counted):
+            x = other(x)
+            x = x.to(other.weight.dtype)
+        first, second = functional.linear(x, torch.cat([part.weight for part in (self.query, self.key)])).chunk(2, -1)
+        return functional.linear(first + second, self.held["one"].weight) + self.held["other"](x)
+
+
 UNSEEN = """
 class Unseen(nn.Module):
     def __init__(self):
@@ -196,6 +218,19 @@ def test_layers_whose_weight_a_module_around_them_reads_stay_dense(kind: str) ->
     assert {row.reason for row in report.layers} == {"", f"{kind} reads its weight directly"}
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)
+
+
+def test_layers_whose_weight_is_read_by_another_name_stay_dense() -> None:
+    block, x = ReadsMembers().eval(), torch.rand(3, 16)
+    for layer in block.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.data[:, ::2] = 0
+    with torch.no_grad():
+        expected = block(x)
+        assert set(sc.pack(block, memory=True).packed) == {
+            "called", "inside.1", "counted.0", "counted.1", "held.other",
+        }  # fmt: skip
+        torch.testing.assert_close(block(x), expected)
 
 
 def test_packing_twice_changes_nothing() -> None:

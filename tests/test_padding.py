@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import secateur as sc
 from secateur.model.prunable import find_prunable
-from secateur.oneshot.activations import InputStatistics, gather_inputs
-from secateur.oneshot.batches import padding_masks, run_model
+from secateur.oneshot.activations import InputStatistics, Place, gather_inputs, masks_of
+from secateur.oneshot.batches import DECODER, INPUT, padding_masks, run_model
 
 transformers = pytest.importorskip("transformers", reason="padded batches are those of transformers' models")
 
@@ -218,6 +218,19 @@ def test_what_a_decoder_reads_decides_its_mask() -> None:
     assert torch.equal(padding_masks(model, batch)["decoder"], batch["attention_mask"].bool())  # BART reads the text
 
 
+def test_names_of_cross_attention() -> None:
+    for name in (
+        "decoder.layers.0.encoder_attn.k_proj.weight", "decoder.block.0.layer.1.EncDecAttention.v.weight",
+        "decoder.layer.0.encoder_decoder_attention.attention.key.weight", "decoder.h.0.crossattention.c_attn.weight",
+        "decoder.bert.encoder.layer.0.crossattention.self.value.weight", "encoder.layers.0.self_attn.k_proj.weight",
+    ):  # fmt: skip
+        assert masks_of(name, Place(0, 1, 1)) == (INPUT,)
+    for name in ("decoder.layers.0.encoder_attn.q_proj.weight", "decoder.bert.encoder.layer.0.output.dense.weight"):
+        assert masks_of(name, Place(0, 1, 1)) == (DECODER, INPUT)
+    assert masks_of("visual_bert.encoder.layer.0.output.dense.weight", Place(0, 1, 1)) == (INPUT,)
+    assert masks_of("model.visual.blocks.0.mlp.fc1.weight", Place(0, 1, 1)) == ()
+
+
 def test_both_sides_of_an_encoder_decoder() -> None:
     torch.manual_seed(0)
     model = t5()
@@ -295,3 +308,62 @@ def test_queries_and_keys_of_torchs_decoder_layers_each_have_their_own_padding()
     for prunable in prunables:
         assert found[0].tokens[prunable.name].tolist() == found[1].tokens[prunable.name].tolist(), prunable.name
         torch.testing.assert_close(found[0].norms(prunable), found[1].norms(prunable))
+
+
+def test_convolutions_over_a_text_leave_out_padding() -> None:
+    """SqueezeBERT multiplies by convolutions of kernel size 1, in groups."""
+    torch.manual_seed(0)
+    sizes = dict.fromkeys(("q_groups", "k_groups", "v_groups", "intermediate_groups", "output_groups"), 2)
+    config = transformers.SqueezeBertConfig(**SIZES, **sizes, embedding_size=32, vocab_size=64)
+    model = transformers.SqueezeBertForMaskedLM(config)
+    prunables, _ = find_prunable(model)
+    found = []
+    for batches in (alone(), [padded(2 * LONGEST)]):
+        statistics = InputStatistics(prunables, products=True)
+        gather_inputs(model, batches, statistics, forward=run_model)
+        found.append(statistics)
+    assert any(len(statistic) == 2 for statistic in found[0].tokens.values())
+    for prunable in prunables:
+        assert found[0].tokens[prunable.name].tolist() == found[1].tokens[prunable.name].tolist(), prunable.name
+        torch.testing.assert_close(found[0].norms(prunable), found[1].norms(prunable), rtol=1e-4, atol=1e-4)
+
+
+def clip() -> tuple[Any, dict[str, Tensor], str]:
+    sides = {
+        "text_config": {**SIZES, "vocab_size": 64, "eos_token_id": 2},
+        "vision_config": {**SIZES, "image_size": 12, "patch_size": 6},
+    }
+    model = transformers.CLIPModel(transformers.CLIPConfig(**sides, projection_dim=16))
+    real = torch.arange(5) < torch.tensor([2, 5, 4])[:, None]
+    return model, {"input_ids": torch.randint(3, 64, (3, 5)), "attention_mask": real.long()}, "text_model."
+
+
+def captions() -> tuple[Any, dict[str, Tensor], str]:
+    """Pictures to text, whose encoder has no mask."""
+    decoder = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, n_positions=80, vocab_size=64, is_decoder=True, add_cross_attention=True
+    )
+    encoder = transformers.ViTConfig(**SIZES, image_size=12, patch_size=6)
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 0, 0
+    real = torch.arange(5) < torch.tensor([2, 5, 4])[:, None]
+    labels = torch.randint(3, 64, (3, 5)).masked_fill(~real, -100)
+    return transformers.VisionEncoderDecoderModel(config=config), {"labels": labels}, "decoder."
+
+
+@pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
+@pytest.mark.parametrize("build", [clip, captions])
+def test_pictures_of_as_many_positions_as_a_text_have_no_padding(build: Any) -> None:
+    torch.manual_seed(0)
+    model, batch, text = build()
+    batch["pixel_values"] = torch.randn(3, 3, 12, 12)  # 4 patches and a class token
+    prunables, _ = find_prunable(model)
+    statistics = InputStatistics(prunables)
+    gather_inputs(model, [batch], statistics, forward=run_model)
+    counts = {
+        name: int(count.sum()) for name, count in statistics.tokens.items() if ".layers." in name or ".h." in name
+    }
+    masked = {name for name in counts if name.startswith(text) and ".crossattention.c_attn" not in name}
+    assert masked
+    assert masked < counts.keys()
+    assert {name: count for name, count in counts.items() if count != (11 if name in masked else 15)} == {}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import secateur as sc
 from secateur.oneshot.batches import standard_loss
 from secateur.oneshot.calibration import CalibratedModel
+from secateur.oneshot.probe import TRIES
 from secateur.oneshot.veto import MOST_GROWTH, Probe, Trial, agrees, growth, tempered
 from secateur.scores import Score, resolve
 from secateur.selection import Select
@@ -150,6 +151,16 @@ def test_the_veto_and_growth() -> None:
     ranked = tempered(torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0]), old, new)
     assert ranked[[0, 2, 3]].tolist() == [1.0, 0.0, MOST_GROWTH**0.5]
     assert float(ranked[4]) == pytest.approx(-(2.0**0.5))  # a gradient that fell makes a low score lower
+
+
+def test_an_infinite_tolerance_accepts_everything() -> None:
+    old, new = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, 0.0, 1e30])
+    assert bool(agrees(old, new, torch.inf).all())
+    model, batches = classifier()
+    with torch.no_grad():
+        model[0].bias[:4] = -100.0  # dead units: zero gradients before and after
+    report = sc.probe(model, batches, score="magnitude", scope="model", sparsity=0.5, tolerance=torch.inf, only="*")
+    assert report.pruned == round(0.5 * report.prunable)
 
 
 def test_a_gradient_that_stays_zero_has_not_grown() -> None:
@@ -321,13 +332,21 @@ def levels_tried(monkeypatch: pytest.MonkeyPatch, qualities: list[float], **sett
     monkeypatch.setattr(Probe, "level", watched)
     model, batches = classifier()
     found = iter([*qualities, *[0.0] * 20])
-    sc.probe_until(model, batches, lambda _: next(found), tolerance=8.0, start=0.2, step=0.1, **settings)
+    sc.probe_until(model, batches, lambda _: next(found), start=0.2, step=0.1, **{"tolerance": 8.0, **settings})
     return tried
 
 
 def test_a_search_gives_up_when_no_tolerance_at_all_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = levels_tried(monkeypatch, [9, 9, 0, 0], max_drop=1.0, tune=True, order="reverse")
     assert tried == [(0.2, 8.0), (0.3, 8.0), (0.3, 0.0)]
+
+
+def test_tuning_from_an_infinite_tolerance_tries_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    qualities = [9, 9, 0, 9, 0, 0, 0, 0, 0, 0]
+    tried = levels_tried(monkeypatch, qualities, max_drop=1.0, tune=True, order="reverse", tolerance=torch.inf)
+    tolerances = [tolerance for level, tolerance in tried if level == 0.3]
+    assert tolerances[:2] == [torch.inf, 0.0]
+    assert len(set(tolerances)) == len(tolerances) == TRIES + 1
 
 
 def test_tuning_both_repeats_the_level_before(monkeypatch: pytest.MonkeyPatch) -> None:

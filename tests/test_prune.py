@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import secateur as sc
@@ -197,6 +198,32 @@ def test_layers_with_inputs_and_without_gradients_are_said(stopped: bool, work: 
     assert all("block.weight (256)" in note and "use_reentrant=True" in note for note in told)
 
 
+@pytest.mark.parametrize("work", [sc.prune, partial(sc.probe, score="variance")])
+def test_a_loss_near_zero_in_all_but_few_batches_is_said(work: Any) -> None:
+    """A model that fits its batches has gradients only where it fails, so scores rest on a few examples."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight.copy_(5 * torch.eye(8))
+            layer.bias.zero_()
+    targets = [torch.arange(16) % 8 for _ in range(6)]
+    batches = [(nn.functional.one_hot(y, 8).float(), y) for y in targets]
+    batches[4][1][0] += 1  # one wrong label
+
+    def softened(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]) / 100, batch[1])
+
+    def noted(**settings: Any) -> list[str]:
+        notes = work(copy.deepcopy(model), batches, only="*", **settings).notes
+        return [note for note in notes if "of the squared losses" in note]
+
+    (note,) = noted()
+    assert note.startswith("One of 6 batches has 100% of the squared losses")
+    assert "loss=" in note
+    assert not noted(loss=softened)
+
+
 def test_layers_the_batches_never_call_are_kept_and_said() -> None:
     torch.manual_seed(0)
 
@@ -345,6 +372,47 @@ def test_interrupted_anywhere_the_model_is_as_it_was(settings: dict[str, Any]) -
     work = partial(sc.prune, batches=batches, sparsity=0.6, skip="0", **settings)
     assert unharmed(model, work, 20) >= 20
     assert work(model).sparsity == pytest.approx(0.6, abs=0.02)
+
+
+class Interrupted(nn.Linear):
+    """A layer that is interrupted when it returns to training mode: in the middle of what calibration restores."""
+
+    armed = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.armed and name == "training" and value:
+            type(self).armed = False
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("work", [partial(sc.prune, score="wanda"), sc.prune, sc.probe])
+def test_ctrl_c_while_settings_are_restored_leaves_none(work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Interrupted(8, 8), nn.LSTM(8, 8, 2, dropout=0.5), Last()).train()
+    model[0].bias.requires_grad_(False)
+    frozen = [parameter.requires_grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    batches = [(torch.randn(6, 8), torch.arange(6) % 4) for _ in range(2)]
+    monkeypatch.setattr(Interrupted, "armed", True)
+    with pytest.raises(KeyboardInterrupt):
+        work(model, batches)
+    assert not Interrupted.armed
+    assert all(module.training for module in model.modules())
+    assert [parameter.requires_grad for parameter in model.parameters()] == frozen
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert model[1].dropout == 0.5
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, states: tuple[Tensor, Any]) -> Tensor:
+        found: Tensor = self.last(self.layer(states[0]).relu())
+        return found
 
 
 def test_an_error_undoes_what_was_pruned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ def _single(options: argparse.Namespace, shared: dict[str, Any]) -> Callable[[An
             model, batches, sparsity=0.5 if options.sparsity is None else options.sparsity, exact=options.exact,
             tolerances=options.tolerances or (), evaluate=lambda _: gauge(), device=device_for(options), **shared,
         )  # fmt: skip
-        others = outcome.found[2:]  # before and after are reported anyway
+        _, (_, gauge.after), *others = outcome.found  # before and after are reported anyway
         return replace(outcome, found=tuple((f"{gauge}, {name}", value) for name, value in others))
 
     return work
@@ -173,7 +173,8 @@ def _search(options: argparse.Namespace, shared: dict[str, Any]) -> Callable[[An
     Levels(lambda _: 0.0, start, step, end, 0.0, tune or False).check(options.tolerance)  # before the model is loaded
 
     def work(model: Any, batches: list[Any], gauge: Gauge) -> Outcome:
-        relative = gauge() / 100 if drop.endswith("%") else 1.0
+        gauge.before = gauge() if drop.endswith("%") else None
+        relative = 1.0 if gauge.before is None else gauge.before / 100
         outcome = probe_until(
             model, batches, lambda _: -gauge(), start=start, step=step, end=end, tune=tune,
             max_drop=relative * float(drop.removesuffix("%")), device=device_for(options), **shared,

@@ -199,9 +199,11 @@ def _run_in(folder: Path, options: argparse.Namespace, work: Work, decides: bool
     judge = Judge(model, tokenizer, task, evaluation, options, stages, moved)
     zeros, sparse = share_of_zeros(model)
     before = judge("before")
-    gauge = Gauge(judge, decisions, "the text that decides") if decides else Gauge(judge, evaluation, "held-out text")
+    gauge = Gauge(judge, decisions, "the text that decides")
+    if not decides:
+        gauge = Gauge(judge, evaluation, "held-out text", before=before[0][1])
     outcome = work(model, task.batches(calibration, options.batch), gauge)
-    after = judge("after")
+    after = judge("after", gauge.after)
     found = Verdict(
         task.measure, before[0][1], after[0][1], outcome.sparsity, vocabulary_of(model),
         base="before" if sparse else "dense", already=zeros if sparse else 0.0, asked=options.sparsity,
@@ -247,12 +249,12 @@ class Judge:
     stages: Any
     moved: Callable[[], AbstractContextManager[None]]  # brings a streamed model to the device
 
-    def __call__(self, when: str) -> list[tuple[str, float]]:
-        """Named figures, the perplexity or loss first."""
+    def __call__(self, when: str, figure: float | None = None) -> list[tuple[str, float]]:
+        """Named figures, the perplexity or loss first; that is measured unless it is known, as `figure`."""
         from secateur.integrations.evaluation import lm_eval
 
         task, windows = self.task, self.evaluation
-        figure = self.measured(windows, f"{task.measure} {when}")
+        figure = self.measured(windows, f"{task.measure} {when}") if figure is None else figure
         found = [(f"{task.measure} {when}, context {windows.shape[1]}, held-out text{task.how}", figure)]
         if self.options.eval:
             with self.moved():
@@ -269,16 +271,23 @@ class Judge:
             return float(self.task.judge(self.model, windows, batch=self.options.batch, progress=lambda *_: tick()))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gauge:
-    """The perplexity or loss of the model on windows that do not calibrate; lower is better."""
+    """The perplexity or loss of the model on windows that do not calibrate; lower is better.
+
+    The first call takes place before the model changes, and returns `before` if that is known. A work that has measured
+    the model as it leaves it on the held-out text sets `after`.
+    """
 
     judge: Judge
     windows: Tensor
     text: str  # what the windows are, in words
+    before: float | None = None
+    after: float | None = None
 
     def __call__(self) -> float:
-        return self.judge.measured(self.windows, str(self))
+        known, self.before = self.before, None
+        return self.judge.measured(self.windows, str(self)) if known is None else known
 
     def __str__(self) -> str:
         return f"{self.judge.task.measure} on {self.text}"

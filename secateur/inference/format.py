@@ -111,8 +111,13 @@ def pack_weight(weight: Tensor, *, int8: bool = False, transposed: bool = False)
         return Packed(values, mask, shape, weight.dtype)
     largest = weight.detach().flatten(1).abs().amax(1).float()
     if not bool(largest.isfinite().all()):
-        raise ModelError("A weight with NaN or infinite values cannot be stored as int8. Keep its own dtype.")
+        raise ModelError(
+            "A weight with NaN or infinite values cannot be stored as int8, nor one whose values exceed fp32, in which"
+            " scales are. Keep its own dtype."
+        )
     scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+    below = scale.nextafter(torch.zeros_like(scale))
+    scale = torch.where((scale * LARGEST).isfinite(), scale, below)  # rounded up, it would make the largest infinite
     steps = (values.float() / scale.repeat_interleave(kept.flatten(1).sum(1))).round_()
     return Packed(steps.clamp_(-LARGEST, LARGEST).to(torch.int8), mask, shape, weight.dtype, scale)
 

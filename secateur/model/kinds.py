@@ -10,7 +10,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import CodeType, FunctionType
@@ -40,6 +40,7 @@ MATRICES = {"proj", "weight", "kernel"}  # words that count more than those of t
 
 STACK = Layout(rows=(0, 1), inputs=2)  # [matrices, outputs, inputs]
 TURNED_STACK = Layout(rows=(0, 2), inputs=1)
+TURNED = {"Llama4TextExperts", "RecurrentGemmaRglru"}  # modules with such stacks, which nothing else tells
 
 VECTOR = "bias, norm or vector"
 
@@ -51,6 +52,9 @@ ADAPTER_COPY = "copy of a layer that PEFT trains (modules_to_save)"
 # Methods that run before a layer can be packed, and what may be asked of a packed layer's weight as of a dense one's.
 INITIAL = {"__init__", "_init_weights", "init_weights", "reset_parameters", "_reset_parameters"}
 HARMLESS = {"dtype", "device"}
+Layer = tuple[str, ...]  # attributes and members behind `self`
+MEMBER = "*"  # any member of a container
+MEMBERS = {"values", "items"}
 
 
 class When(IntEnum):
@@ -164,7 +168,7 @@ def _stacked(use: Use) -> Layout:
         marked = size != use.parameter.shape[2]
     if marked is None:
         pairs = [pair for other in _siblings(use) for pair in ((use.parameter, other), (other, use.parameter))]
-        marked = "Llama4TextExperts" in _kinds(use.module) or any(_opens(up, down, True, (2,)) for up, down in pairs)
+        marked = not TURNED.isdisjoint(_kinds(use.module)) or any(_opens(up, down, True, (2,)) for up, down in pairs)
     return TURNED_STACK if marked else STACK
 
 
@@ -283,22 +287,35 @@ def originals(through: ParametrizationList) -> list[Tensor]:
 
 @functools.cache
 def reads_weight(kind: type[nn.Module], path: str) -> bool:
-    """Whether a method of this class, perhaps an inherited one, reads `self.{path}.weight` itself.
+    """Whether a method of this class, perhaps an inherited one, reads the weight of the layer `self.{path}` itself.
 
     Without source, a method that has all these names counts as one that does.
     """
-    names = {*path.split("."), "weight"}
+    parts = path.split(".")
     for base in kind.__mro__:
         members = {} if base in (nn.Module, object) else vars(base)
         for code in (_code(member) for name, member in members.items() if name not in INITIAL):
-            if code is not None and names <= _names_in(code):
-                try:
-                    tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-                except (OSError, SyntaxError):  # made in an interpreter, or part of a longer expression
-                    return True
-                if f"self.{path}.weight" in _weights_read(tree):
-                    return True
+            if code is None or not {parts[0], "weight"} <= (names := _names_in(code)):
+                continue
+            read = _layers_read(code)
+            if {*parts, "weight"} <= names if read is None else any(_fits(parts, one) for one in read):
+                return True
     return False
+
+
+def _fits(parts: Sequence[str], read: Sequence[str]) -> bool:
+    """Whether a layer is one of those that are read."""
+    return len(parts) == len(read) and all(wanted in (part, MEMBER) for part, wanted in zip(parts, read, strict=True))
+
+
+@functools.cache
+def _layers_read(code: CodeType) -> set[Layer] | None:
+    """The layers behind `self` whose weights a function reads; None if it has no source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError):  # made in an interpreter, or part of a longer expression
+        return None
+    return set(_weights_read(tree, _other_names(tree)))
 
 
 def _code(member: Any) -> CodeType | None:
@@ -316,13 +333,54 @@ def _names_in(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*inner)
 
 
-def _weights_read(node: ast.AST) -> Iterator[str]:
-    """Expressions such as "self.proj.weight" whose values are read, not only their dtype, device or type."""
+def _weights_read(node: ast.AST, names: Mapping[str, Sequence[Layer]]) -> Iterator[Layer]:
+    """Layers whose weights are read, not only their dtype, device or type."""
     if isinstance(node, ast.Attribute) and node.attr in HARMLESS and isinstance(node.value, ast.Attribute):
         return
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
         return
     if isinstance(node, ast.Attribute) and node.attr == "weight" and isinstance(node.ctx, ast.Load):
-        yield ast.unparse(node)
+        yield from _paths(node.value, names)
     for child in ast.iter_child_nodes(node):
-        yield from _weights_read(child)
+        yield from _weights_read(child, names)
+
+
+def _paths(node: ast.AST, names: Mapping[str, Sequence[Layer]]) -> list[Layer]:
+    """What an expression may be, as attributes and members behind `self`."""
+    if isinstance(node, ast.Name):
+        return [()] if node.id == "self" else list(names.get(node.id, ()))
+    if isinstance(node, ast.Attribute):
+        return [(*path, node.attr) for path in _paths(node.value, names)]
+    if isinstance(node, ast.Subscript):
+        key = str(node.slice.value) if isinstance(node.slice, ast.Constant) else MEMBER
+        return [(*path, key) for path in _paths(node.value, names)]
+    return []
+
+
+def _other_names(tree: ast.AST) -> dict[str, list[Layer]]:
+    """What variables of a function stand for: `layer = self.up`, `for layer in self.layers`."""
+    names: dict[str, list[Layer]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+            found = [path for value in values for path in _paths(value, names)]
+            targets: list[ast.expr] = node.targets
+        elif isinstance(node, ast.For | ast.comprehension):
+            found, targets = list(_members(node.iter, names)), [node.target]
+        else:
+            continue
+        for name in (one for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)):
+            names.setdefault(name.id, []).extend(found)
+    return names
+
+
+def _members(node: ast.expr, names: Mapping[str, Sequence[Layer]]) -> Iterator[Layer]:
+    """What a loop goes over: members of a container, perhaps by enumerate() or values(), or of a tuple."""
+    if isinstance(node, ast.Tuple | ast.List):
+        yield from (path for one in node.elts for path in _paths(one, names))
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        yield from (path for one in node.args for path in _members(one, names))
+    else:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MEMBERS:
+            node = node.func.value
+        yield from ((*path, MEMBER) for path in _paths(node, names))

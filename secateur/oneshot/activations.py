@@ -58,8 +58,10 @@ METADATA = {"__get__", "data_ptr", "dim", "element_size", "is_contiguous", "nume
 DECODER_WEIGHT = re.compile(r"decoder|lm_head|proj_out")
 FUSED_CROSS_ATTENTION = re.compile(r"decoder.*multihead_attn\.in_proj_weight")  # of torch's decoder layers
 CROSS_ATTENTION = re.compile(
-    r"(cross_?att|encoder_?att|EncDecAtt|multihead_att)\w*\.(\w+\.)*((k|v|kv|key|value)(_proj|_lin)?(\.|_weight)|c_attn)"
+    r"(cross_?att|encoder_(decoder_)?att|encoderatt|EncDecAtt|multihead_att)\w*\.(\w+\.)*((k|v|kv|key|value)(_proj|_lin)?(\.|_weight)|c_attn)"
 )
+ENCODER_WEIGHT = re.compile(r"(^|\.)encoder\.")
+VISION_WEIGHT = re.compile(r"^(\w+\.){0,2}(vision|visual|vision_(model|tower|encoder|backbone)|image_encoder)\.")
 MOST_RANGES = 64  # parts of one weight for which X^T X is kept
 
 
@@ -151,8 +153,7 @@ class InputStatistics(TorchFunctionMode):
         elif func in CONVOLUTIONS:
             named = dict(zip(CONVOLUTION_NAMES, args, strict=False)) | kwargs
             if (prunable := self._prunable(named["weight"])) is not None:
-                patches = _patches(named)
-                self.add(prunable, Place(0, len(patches), len(patches)), patches)
+                self._add_patches(func, prunable, _patches(named))
         elif func in INDEXING and self._padding:
             self._follow_indexing(*args, **kwargs)
         if len(self.touched) < len(self._watched) and getattr(func, "__name__", "") not in METADATA:
@@ -191,7 +192,10 @@ class InputStatistics(TorchFunctionMode):
             self._add_inputs(prunable, right.mT if right.ndim > 1 else right, left, -1)
 
     def _add_inputs(self, prunable: Prunable, inputs: Tensor, weight: Tensor, contracted: int) -> None:
-        """Record inputs whose last dimension is contracted with this dimension of the weight."""
+        """Record inputs whose last dimension is contracted with this dimension of the weight. Inputs without
+        storage or of several sizes stay hidden."""
+        if inputs.is_nested or _storage(inputs) < 0:
+            return
         stacked, width = len(prunable.layout.rows) > 1, prunable.parameter.shape[prunable.layout.inputs]
         square = width == prunable.parameter.shape[prunable.layout.rows[-1]] > 1
         transposed = square and weight.stride(contracted) != prunable.parameter.stride(prunable.layout.inputs)
@@ -204,6 +208,13 @@ class InputStatistics(TorchFunctionMode):
         inputs = self._without_padding(prunable, inputs.detach(), place)
         self.add(prunable, place, inputs.reshape(len(weight) if stacked and weight.ndim == 3 else 1, -1, width))
 
+    def _add_patches(self, func: Any, prunable: Prunable, patches: Tensor) -> None:
+        """Record the patches of a convolution; only those over one dimension may be positions of a text."""
+        place, width = Place(0, len(patches), len(patches)), patches.shape[-1]
+        if func is torch.conv1d:
+            patches = self._without_padding(prunable, patches, place)
+        self.add(prunable, place, patches.reshape(place.matrices, -1, width))
+
     def _follow_indexing(self, source: Any, *args: Any, **kwargs: Any) -> None:
         """Remember which of the rows that an expert gets from `[batch x positions, features]` are not padding."""
         values = [v for value in (*args, *kwargs.values()) for v in (value if isinstance(value, tuple) else [value])]
@@ -214,8 +225,7 @@ class InputStatistics(TorchFunctionMode):
 
     def _without_padding(self, prunable: Prunable, inputs: Tensor, place: Place) -> Tensor:
         """The inputs without padded positions; all of them if they are not laid out like the batch."""
-        # The second one only if it alone fits.
-        order = (INPUT, DECODER) if reads_input(prunable.name, place) else (DECODER, INPUT)
+        order = masks_of(prunable.name, place)  # the second if it alone fits
         for mask in (self._padding[name] for name in order if name in self._padding):
             if inputs.ndim > 2 and inputs.shape[:2] == mask.shape:
                 return inputs[mask]
@@ -340,11 +350,17 @@ class PairedInputs(InputStatistics):
         self.unpaired |= self._on_any_rank(ranks, self.unpaired)
 
 
-def reads_input(name: str, place: Place) -> bool:
-    """Whether a weight of an encoder-decoder, or this part of it, reads the encoder's positions, by its name."""
+def masks_of(name: str, place: Place) -> tuple[str, ...]:
+    """The masks of the positions that a weight, or this part of it, may read, by its name: the likelier first. Pictures
+    have none, and what surely reads the encoder's positions never takes the decoder's mask."""
+    if VISION_WEIGHT.search(name):
+        return ()
     if FUSED_CROSS_ATTENTION.search(name):
-        return place.first > 0  # after the queries
-    return not DECODER_WEIGHT.search(name) or bool(CROSS_ATTENTION.search(name))
+        return (INPUT,) if place.first > 0 else (DECODER, INPUT)  # the queries come first
+    decodes = bool(DECODER_WEIGHT.search(name))
+    if CROSS_ATTENTION.search(name) or (not decodes and ENCODER_WEIGHT.search(name)):
+        return (INPUT,)
+    return (DECODER, INPUT) if decodes else (INPUT, DECODER)
 
 
 def _place_of(prunable: Prunable, weight: Tensor, contracted: int) -> Place:
@@ -383,8 +399,11 @@ def _added(total: Tensor | None, value: Tensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    """The address of a tensor's storage; -1 for tensors without one, such as sparse tensors."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -1
+    """The address of a tensor's storage; -1 without one: sparse and jagged tensors, and those inside torch.vmap."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # also NotImplementedError
+        return -1
 
 
 def product_of(left: Tensor, right: Tensor) -> Tensor:

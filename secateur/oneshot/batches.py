@@ -283,27 +283,39 @@ def eval_mode(model: nn.Module, trainable: Collection[nn.Parameter] = ()) -> Ite
 
     No backward pass runs through layers before the first trainable parameter.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
-    settings = [(c, name, getattr(c, name)) for c in _configs(model) for name in CALIBRATION_CONFIG if hasattr(c, name)]
-    fastpath = torch.backends.mha.get_fastpath_enabled()  # one fused call for a layer, which hides its inputs
+    restore = _settings_now(model)
     try:
         model.eval()
-        torch.backends.mha.set_fastpath_enabled(False)
-        for config, name, _ in settings:
+        torch.backends.mha.set_fastpath_enabled(False)  # one fused call for a layer hides its inputs
+        for config, name in _calibration_configs(model):
             setattr(config, name, CALIBRATION_CONFIG[name])
-        for parameter, flag, _ in flags:
-            if flag:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
                 parameter.requires_grad_(False)
             parameter.grad = None
         for parameter in trainable:
             parameter.requires_grad_(True)
-        with _recurrent_training(model):
-            yield
+        for layer in _recurrent(model):  # cuDNN has no backward pass in evaluation mode
+            layer.training, layer.dropout = True, 0.0
+        yield
     finally:
+        restore()
+
+
+def _settings_now(model: nn.Module) -> Callable[[], None]:
+    """A function that restores what calibration sets: modes, gradients, configs and torch's fused attention."""
+    modes = [(module, module.training) for module in model.modules()]
+    dropouts = [(layer, layer.dropout) for layer in _recurrent(model)]
+    flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    settings = [(config, name, getattr(config, name)) for config, name in _calibration_configs(model)]
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+
+    def restore() -> None:
         torch.backends.mha.set_fastpath_enabled(fastpath)
         for config, name, value in settings:
             setattr(config, name, value)
+        for layer, dropout in dropouts:
+            layer.dropout = dropout
         for module, mode in modes:
             module.training = mode
         for parameter, flag, gradient in flags:
@@ -311,24 +323,33 @@ def eval_mode(model: nn.Module, trainable: Collection[nn.Parameter] = ()) -> Ite
                 parameter.requires_grad_(flag)
             parameter.grad = gradient
 
+    return restore
 
-@contextmanager
-def _recurrent_training(model: nn.Module) -> Iterator[None]:
-    """Recurrent layers in training mode without dropout: cuDNN has no backward pass in evaluation mode."""
-    layers = [(layer, layer.dropout) for layer in model.modules() if isinstance(layer, nn.RNNBase)]
+
+def _recurrent(model: nn.Module) -> list[nn.RNNBase]:
+    return [layer for layer in model.modules() if isinstance(layer, nn.RNNBase)]
+
+
+def _calibration_configs(model: nn.Module) -> list[tuple[Any, str]]:
+    """Configs with the names of their settings that calibration changes."""
+    return [(config, name) for config in _configs(model) for name in CALIBRATION_CONFIG if _can_set(config, name)]
+
+
+def _can_set(config: Any, name: str) -> bool:
+    """Whether a config has this setting and it can be changed: a module's config may be of any type."""
     try:
-        for layer, _ in layers:
-            layer.training, layer.dropout = True, 0.0
-        yield
-    finally:
-        for layer, dropout in layers:
-            layer.dropout = dropout
+        setattr(config, name, getattr(config, name))
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 def _configs(model: nn.Module) -> list[Any]:
     """Every config of transformers' modules once; composite models have several."""
     found = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
-    nested = [value for config in found for value in vars(config).values() if hasattr(value, "use_cache")]
+    nested = [
+        value for config in found for value in getattr(config, "__dict__", {}).values() if hasattr(value, "use_cache")
+    ]
     return list({id(config): config for config in (*found, *nested)}.values())
 
 
@@ -358,14 +379,17 @@ def hooked(registrations: Iterable[Callable[[], RemovableHandle]]) -> Iterator[N
 def restore_on_error(model: nn.Module) -> Iterator[list[Callable[[], None]]]:
     """On any exception, also Ctrl-C, calls the functions that were appended to the list, last one first.
 
-    Restores torch's modes too, and removes hooks: Ctrl-C between the body of a `with` and its exit skips that exit.
+    Restores the model's settings and torch's modes too, and removes hooks: Ctrl-C between the body of a `with` and its
+    exit skips that exit, and Ctrl-C in an exit cuts it short.
     """
     undo: list[Callable[[], None]] = []
     restore_modes = _modes_now()
+    restore_settings = _settings_now(model) if isinstance(model, nn.Module) else lambda: None
     try:
         yield undo
     except BaseException:
         restore_modes()
+        restore_settings()
         if isinstance(model, nn.Module):
             _remove_hooks(model)
         for step in reversed(undo):

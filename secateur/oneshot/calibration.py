@@ -45,7 +45,13 @@ from secateur.oneshot.batches import (
     usable_device,
 )
 from secateur.oneshot.blocks import HiddenStates, find_blocks
-from secateur.oneshot.gradients import GRADIENT_FACTS, GradientPass, gather_gradients, has_gradients
+from secateur.oneshot.gradients import (
+    GRADIENT_FACTS,
+    GradientPass,
+    gather_gradients,
+    has_gradients,
+    share_of_largest,
+)
 from secateur.oneshot.offload import (
     BlockOffload,
     MemoryNeed,
@@ -64,6 +70,8 @@ from secateur.selection.masks import as_bool, packed_bytes, to_bits
 from secateur.selection.tiles import Pattern
 
 FactTable = dict[str, dict[str, Any]]  # facts by the name of the weight
+DOMINANT = 0.75  # share of one batch in the squared losses of at least FEW_BATCHES that is said
+FEW_BATCHES = 4
 AVAILABLE_FACTS = {"weight", "index", "step", "beta1", "beta2", "input_norm", *GRADIENT_FACTS}
 
 
@@ -273,7 +281,19 @@ class CalibratedModel:
                 loss=self.loss, plan=plan, offload=self.offload, bf16=bf16, inputs=inputs, check_loss=every, tick=tick,
                 ranks=self.ranks,
             )  # fmt: skip
-            return gather_gradients(self.model, self.batches, prunables, wanted, how)
+            found = gather_gradients(self.model, self.batches, prunables, wanted, how)
+        self._note_few([float(loss) for loss in how.losses])
+        return found
+
+    def _note_few(self, losses: Sequence[float]) -> None:
+        """Say that gradients come from few examples, because the model fits all others."""
+        share = share_of_largest(losses) if len(losses) >= FEW_BATCHES else 0.0
+        if share > DOMINANT:
+            self.notes["few"] = (
+                f"One of {len(losses)} batches has {share:.0%} of the squared losses, so gradients and scores that read"
+                " them come from few examples: the model fits all others. Use harder batches or a softer loss, such as"
+                " loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]) / 10, batch[1])."
+            )
 
     def _gather_inputs(self, statistics: InputStatistics) -> None:
         with self.on_device(), self.stages.stage("inputs", self.turns) as tick:

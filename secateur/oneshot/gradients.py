@@ -45,7 +45,8 @@ class GradientPass:
     """How `gather_gradients` runs the model.
 
     `bf16` rounds fp32 parameters to bf16 meanwhile. `inputs` records the forward passes. With `check_loss`, a loss that
-    depends on none of the weights is an error. `tick` is called after every batch.
+    depends on none of the weights is an error. `tick` is called after every batch. `losses` takes those of this rank's
+    batches.
     """
 
     loss: Loss = standard_loss
@@ -56,6 +57,7 @@ class GradientPass:
     check_loss: bool = False
     tick: Callable[[], None] = lambda: None
     ranks: Ranks = SOLO
+    losses: list[Tensor] = field(default_factory=list)
 
 
 def gather_gradients(
@@ -83,6 +85,7 @@ def gather_gradients(
                 depends |= value.requires_grad
                 _check_not_nan(previous)  # the loss before this one, which does not wait for the device
                 previous = value.detach()
+                how.losses.append(previous)
             statistics.exchange(device)
             if inputs is not None:
                 inputs.finish_batch(ranks, device)
@@ -115,6 +118,13 @@ def _backward(model: nn.Module, batch: Batch, loss: Loss, inputs: InputStatistic
 def _check_not_nan(loss: Tensor | None) -> None:
     if loss is not None and bool(loss.isnan()):
         raise FactError("The loss of a batch is NaN, so its gradients are useless. Check the batches and the loss.")
+
+
+def share_of_largest(losses: Sequence[float]) -> float:
+    """The share of the largest loss in the sum of squares: about that of its batch in the squares of gradients, which
+    shrink with the loss where a model fits its batches."""
+    squares = [loss * loss for loss in losses]
+    return max(squares) / sum(squares) if any(squares) else 0.0
 
 
 class GradientStatistics:

@@ -20,7 +20,7 @@ from secateur.oneshot.batches import Batch, Loss, restore_on_error
 from secateur.oneshot.calibration import CalibratedModel, CalibrationSettings, scope_for
 from secateur.oneshot.gradients import on_host
 from secateur.oneshot.offload import fits_copy
-from secateur.oneshot.veto import Probe, Trial
+from secateur.oneshot.veto import MOST_GROWTH, Probe, Trial
 from secateur.report import Outcome
 from secateur.scores import Score, resolve
 from secateur.selection import Select, check_choice
@@ -435,7 +435,7 @@ class _Search:
         if not self.levels.tune:
             return None
         sparsest = sparsity_of(self.good[-1], self.prober.calibrated)
-        holds, fails, best = 0.0, tolerance, None
+        holds, fails, best = 0.0, min(tolerance, MOST_GROWTH), None  # a part of infinity is infinite
         kept: list[Tensor] = []
         for attempt in range(TRIES):
             middle = 0.0 if attempt == 0 else (holds * fails) ** 0.5 if holds else fails / 4

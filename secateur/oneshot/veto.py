@@ -24,6 +24,8 @@ MOST_GROWTH = 1e6
 def agrees(old: Tensor, new: Tensor, tolerance: float) -> Tensor:
     """True where a candidate may be pruned, because its gradient grew by no more than the tolerance. A gradient that
     was zero and stayed zero has not grown."""
+    if tolerance == torch.inf:  # times a gradient of zero it would be NaN
+        return torch.ones_like(old, dtype=torch.bool)
     return new <= old * (1 + tolerance)
 
 
