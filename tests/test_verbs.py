@@ -22,6 +22,8 @@ import secateur as sc
 from secateur.cli import VERBS, build_parser, main, scores
 from secateur.cli.options import pick_device, training_on_cpu
 from secateur.cli.prune import Verdict
+from secateur.errors import SecateurError
+from secateur.kernels import reason_against
 from secateur.model.inspect import Inspected, inspect_tensor, inspect_tensors, patterns
 from secateur.report import collapse
 from tests.damage import refused
@@ -131,6 +133,10 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("prune ./missing", "There is no folder ./missing"),
         ("probe m --order sideways", "--order must be one of joint, reverse, forward, size; got 'sideways'"),
         ("probe m --score wandda", "Did you mean 'wanda'?"),
+        (
+            "probe m --score movement",
+            "movement needs movement_sum, not available after training. Scores that work here: ",
+        ),
         ("probe m --order reverse --group some", "--group must be a number of layers, or block; got 'some'"),
         ("probe m --group 1", "--group has no effect with --order joint"),
         ("probe m --until --group block", "--group has no effect with --order joint"),
@@ -159,6 +165,11 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("prune m --device cpu --memory 8GB", "--memory limits CUDA devices and has no effect on cpu"),
         ("finetune m", "the following arguments are required: --data"),
         ("finetune m --data x --sparsity 80", "percent write 0.8"),
+        (
+            "finetune m --data builtin --score wanda",
+            "wanda needs input_norm, not available while training (--how oneshot has it). Scores that work here: ",
+        ),
+        ("finetune m --data builtin --how oneshot --score movement", "movement_sum, not available after training."),
         ("finetune ./missing --data builtin", "There is no folder ./missing"),
         ("train", "train needs a recipe or settings: secateur train RECIPE.toml"),
         ("train --dry-run", "train needs a recipe or settings"),
@@ -166,6 +177,11 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("train --set sparsity=0.5", "sparsity does nothing without a score"),
         ("train --score variance --sparsity 70", "percent write 0.7"),
         ("train --score varianc --sparsity 0.7", "Did you mean 'variance'?"),
+        ("train --score wanda --sparsity 0.7", "wanda needs input_norm, not available in training with adamw"),
+        (
+            "train --score variance --sparsity 0.7 --optimizer sgd",
+            "variance needs exp_avg_sq, not available in training with sgd. Scores that work",
+        ),
         ("train --score variance --variant bitter7", "name the score twice"),
         ("train --set steps=ten", "steps = 'ten'"),
         ("train --set steps=5 --device nowhere", "--device nowhere: there is no such device here"),
@@ -205,6 +221,13 @@ def test_a_mistake_is_one_line(
         code = int(left.code or 0)
     assert message in refused(capsys, code)
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_a_misspelt_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SECATEUR_KERNELS", "bogus")
+    assert "SECATEUR_KERNELS is 'bogus'. Set it to off for plain torch" in refused(capsys, main(["scores"]))
+    with pytest.raises(SecateurError, match="SECATEUR_KERNELS is 'bogus'"):
+        reason_against(torch.device("cpu"))
 
 
 def test_a_name_the_hub_does_not_know_is_one_line(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import secateur
 from secateur.cli import bench, compare, data, demo, export, finetune, inspect, probe, prune, scores, sweep, train
 from secateur.cli.options import INTERRUPTED, INTERRUPTED_LINE, Verb, wrapped
 from secateur.errors import SecateurError, nearest
+from secateur.settings import kernels_off
 
 VERBS: dict[str, Verb] = {
     "demo": demo,
@@ -105,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"name a verb first: {', '.join(VERBS)}")
     options.invocation = shlex.join(["secateur", *arguments])
     try:
+        kernels_off()  # a misspelt value is said before anything is loaded
         return int(options.run(options))
     except BrokenPipeError:  # the reader of our output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

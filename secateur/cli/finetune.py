@@ -146,12 +146,11 @@ def run(options: argparse.Namespace) -> int:
     if options.lora:
         library("peft", "--lora", '"secateur[peft]"')
     from secateur.integrations.folder import check_free, check_model
-    from secateur.scores import resolve
 
+    _check_score(options)
     for model in filter(None, (options.model, options.teacher)):
         check_model(model)
 
-    resolve(options.score or "variance")
     folder = options.out or Path(f"finetuned-{Path(options.model).name}")
     # torchrun and accelerate start this command in every process; the first one owns the folder.
     with claimed(folder) if os.environ.get("RANK", "0") == "0" else nullcontext():
@@ -179,6 +178,19 @@ def _check(options: argparse.Namespace) -> None:
     if options.how == "gradual" and options.lora:
         raise SecateurError("--lora trains adapters on a pruned model. Use --how oneshot, or hold for a sparse model.")
     check_tracker(options.tracker)
+
+
+def _check_score(options: argparse.Namespace) -> None:
+    """Refuse a score that is not known, or that reads what there is not at the time of pruning."""
+    from secateur.model.facts import ADAM_FACTS, check_needs
+    from secateur.oneshot.calibration import check_calibrated
+    from secateur.scores import resolve
+
+    score = resolve(options.score or "variance")
+    if options.how == "gradual":
+        check_needs(score, ADAM_FACTS, "while training (--how oneshot has it)")
+    else:
+        check_calibrated(score)
 
 
 def _check_hold(options: argparse.Namespace) -> None:

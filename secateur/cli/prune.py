@@ -95,9 +95,12 @@ def run(options: argparse.Namespace) -> int:
     given = {"pattern": options.pattern, "skip": options.skip, "only": options.only}
     recipe |= {key: value for key, value in given.items() if value}
     import_torch()
+    from secateur.oneshot.calibration import check_calibrated
     from secateur.oneshot.prune import prune
+    from secateur.scores import resolve
     from secateur.selection.tiles import parse_pattern
 
+    check_calibrated(resolve(recipe["score"]))
     pattern = parse_pattern(recipe["pattern"])
     fixed = None if pattern is None else pattern.sparsity  # 2:4 is 50 %
     if fixed is not None and options.sparsity not in (None, fixed):

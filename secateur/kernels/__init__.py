@@ -25,6 +25,7 @@ from secateur.kernels.table import FLOATS
 from secateur.selection import exact
 from secateur.selection.exact import ALONE, Cut, Peers, ScoredTensor, count_of, refuse_nan
 from secateur.selection.masks import apply, from_bits, to_bits
+from secateur.settings import kernels_off
 
 LOG = logging.getLogger("secateur")
 
@@ -39,7 +40,7 @@ class Pruned(NamedTuple):
 
 def reason_against(device: torch.device) -> str | None:
     """Why tensors on this device do not use the Triton kernels, or None if they do."""
-    return _reason(device, os.environ.get("SECATEUR_KERNELS") == "off", os.environ.get("TRITON_INTERPRET") == "1")
+    return _reason(device, kernels_off(), os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @lru_cache(maxsize=64)
