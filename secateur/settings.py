@@ -45,7 +45,7 @@ def checked(kind: type, found: Mapping[str, Any], source: str) -> dict[str, Any]
             raise SecateurError(f"{source} has no setting {key!r}.{nearest(key, known)} Known: {', '.join(known)}.")
         value: Any = tuple(given) if isinstance(given, list) else given
         if not _fits(value, hints[key]):
-            raise SecateurError(f"{source}: {key} = {value!r} must be {_words(hints[key])}.")
+            raise SecateurError(f"{source}: {key} = {given!r} must be {_words(hints[key])}.")
         values[key] = float(value) if hints[key] is float else value
     return values
 

@@ -124,6 +124,10 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("prune", "the following arguments are required: model"),
         ("prune m --sparsity half", "--sparsity: must be a fraction such as 0.5, got 'half'"),
         ("prune m --sparsity 50", "percent write 0.5"),
+        ("prune m --sparsity inf", "in [0, 1); got inf."),
+        ("prune m --context 1", "--context: must be at least 2"),
+        ("prune m --out /", "/ cannot be replaced. Name a file or folder inside it with --out."),
+        ("inspect . --out " + 300 * "x", "x cannot be used: File name too long. Name another path."),
         ("prune m --sparsity 1", "in [0, 1); got 1.0"),
         ("prune m --device nowhere", "--device nowhere: there is no such device here"),
         ("prune m --device meta", "--device meta: there is no such device here"),
@@ -221,6 +225,28 @@ def test_a_mistake_is_one_line(
         code = int(left.code or 0)
     assert message in refused(capsys, code)
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+@pytest.mark.parametrize(
+    "words",
+    ["prune m --out loop", "demo --out loop", "compare . --json loop", "export m --out loop", "bench step --out loop"],
+)
+def test_a_link_that_leads_to_itself_is_one_line(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    assert "loop is a link that leads to itself. Name another path." in refused(capsys, main(words.split()))
+
+
+def test_a_value_of_the_wrong_type_names_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.toml").write_text('data = ["python"]\n')
+    words = ["train", "recipe.toml", "--steps", "2"]
+    assert "recipe.toml: data = ['python'] must be text." in refused(capsys, main(words))
 
 
 def test_a_misspelt_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

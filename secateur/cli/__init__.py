@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import secateur
 from secateur.cli import bench, compare, data, demo, export, finetune, inspect, probe, prune, scores, sweep, train
 from secateur.cli.options import INTERRUPTED, INTERRUPTED_LINE, Verb, wrapped
-from secateur.errors import SecateurError, nearest
+from secateur.errors import SecateurError, nearest, one_line
 from secateur.settings import kernels_off
 
 VERBS: dict[str, Verb] = {
@@ -90,6 +90,13 @@ def build_parser(chosen: str | None = None) -> Parser:
     return parser
 
 
+def said(error: Exception) -> str:
+    """The message of an error in one line, whatever a library wrote; the system's with path and reason."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename} cannot be used: {error.strerror}. Name another path."
+    return one_line(error)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code: 0, 2 after a mistake, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -112,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (SecateurError, OSError) as error:
-        print(f"secateur: {' '.join(str(error).split())}", file=sys.stderr)  # one line, whatever a library wrote
+        print(f"secateur: {said(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(INTERRUPTED_LINE, file=sys.stderr)

@@ -25,6 +25,7 @@ from secateur.cli.options import (
     add_tracker,
     check_other,
     check_tracker,
+    context_length,
     import_torch,
     positive,
     training_on_cpu,
@@ -89,7 +90,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=_rate, help=f"highest learning rate ({RATE}; {LORA_RATE} with --lora)")
     parser.add_argument("--batch", type=positive, help=f"windows at a time, in each process ({batch})")
     parser.add_argument("--accumulate", type=positive, default=1, metavar="N", help="batches in an optimizer step (1)")
-    parser.add_argument("--context", type=_context, help=f"tokens in a window ({context})")
+    parser.add_argument("--context", type=context_length, help=f"tokens in a window ({context})")
     parser.add_argument(
         "--calibration", type=positive, metavar="N", help=f"windows to prune on, with --how oneshot ({calibration})"
     )
@@ -106,12 +107,6 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint-every", type=positive, default=100, metavar="STEPS", help="steps between checkpoints (100)"
     )
-
-
-def _context(text: str) -> int:
-    if (tokens := positive(text)) < 2:
-        raise argparse.ArgumentTypeError("must be at least 2: a token is predicted from those before it")
-    return tokens
 
 
 def _rate(text: str) -> float:

@@ -427,7 +427,7 @@ def read_experiment(path: Path | None, changes: Mapping[str, Any]) -> Experiment
     """
     found = {} if path is None else read_toml(path)
     named = "the command line" if path is None or changes.keys() - found.keys() else str(path)
-    found, changes = checked(Experiment, found, named), checked(Experiment, changes, named)
+    found, changes = checked(Experiment, found, str(path)), checked(Experiment, changes, named)
     whole = merge(found, changes)
     unread = without_idle(merge(found)).keys() - without_idle(whole).keys() - changes.keys()
     return from_mapping(Experiment, {name: value for name, value in whole.items() if name not in unread}, named)
