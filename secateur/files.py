@@ -31,9 +31,13 @@ PAGE = 4 << 20  # bytes to allow for a page, a table or a record
 FLUSHING = os.O_RDWR if sys.platform == "win32" else os.O_RDONLY  # Windows flushes only what is open for writing
 
 
+# A path may hold bytes that are no UTF-8 text. Reports name paths, and are written all the same.
+ESCAPED = "backslashreplace"
+
+
 def write(path: Place, text: str) -> None:
     """Write a text file atomically: under a temporary name, flushed to disk, then renamed."""
-    with replacing(path) as temporary, temporary.open("x", encoding="utf-8") as file:
+    with replacing(path) as temporary, temporary.open("x", encoding="utf-8", errors=ESCAPED) as file:
         file.write(text)
 
 
@@ -214,8 +218,8 @@ def folder_name(text: str) -> str:
 
 
 def megabytes(number: int) -> str:
-    """A size as text."""
-    return f"{number / 1e6:,.2f} MB"
+    """A size as text, in kB below a megabyte, where layers of small models would be 0.00 MB."""
+    return f"{number / 1e3:,.1f} kB" if number < 1e6 else f"{number / 1e6:,.2f} MB"
 
 
 def _real(path: Place) -> Path:

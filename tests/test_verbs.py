@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from secateur.cli import VERBS, build_parser, main, scores
 from secateur.cli.options import pick_device, training_on_cpu
 from secateur.cli.prune import Verdict
 from secateur.errors import SecateurError
+from secateur.files import write
 from secateur.kernels import reason_against
 from secateur.model.inspect import Inspected, inspect_tensor, inspect_tensors, patterns
 from secateur.report import collapse
@@ -240,6 +242,20 @@ def test_a_link_that_leads_to_itself_is_one_line(
     assert "loop is a link that leads to itself. Name another path." in refused(capsys, main(words.split()))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_a_path_that_is_no_text(tmp_path: Path) -> None:
+    """Latin-1 in the name of a folder, on a system that reads names as UTF-8; and a terminal that knows ASCII alone."""
+    (tmp_path / "a.txt").write_text("some text to keep\n" * 99)
+    odd = os.fsdecode(b"caf\xe9")
+    done = shell("data", "a.txt", "--out", odd, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"caf\udce9: " in done.stdout
+    done = shell("data", "a.txt", "--out", "caf\u00e9", cwd=tmp_path, env={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    write(tmp_path / "page.html", f"<p>{odd}")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == r"<p>caf\udce9"
+
+
 def test_a_value_of_the_wrong_type_names_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,6 +270,14 @@ def test_a_misspelt_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys
     assert "SECATEUR_KERNELS is 'bogus'. Set it to off for plain torch" in refused(capsys, main(["scores"]))
     with pytest.raises(SecateurError, match="SECATEUR_KERNELS is 'bogus'"):
         reason_against(torch.device("cpu"))
+
+
+def test_warnings_of_the_library_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    main(["scores"])
+    ours = warnings.formatwarning("said", UserWarning, str(ROOT / "secateur" / "report.py"), 3)
+    assert ours == "secateur: warning: said\n"
+    assert "other.py:3: UserWarning: said" in warnings.formatwarning("said", UserWarning, "/other.py", 3)
 
 
 def test_a_name_the_hub_does_not_know_is_one_line(tmp_path: Path) -> None:
@@ -510,7 +534,7 @@ def test_inspecting_a_folder(saved: Path, tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr().out
     assert re.search(r"4 layers alike: model\.layers\.\*\.mlp\.up_proj\.weight +\S+ +\S+ +50\.00% +2:4 ", said)
     assert "Every weight that the 28 masks remove is zero." in said
-    assert re.search(r"Dense \d\.\d\d MB; packed \d\.\d\d MB", said)
+    assert re.search(r"Dense [\d.]+ kB; packed [\d.]+ kB", said)
     page = (tmp_path / "zeros.html").read_text()
     assert page.count(' title="') >= 28
     assert "% of the weights are zero</h1>" in page

@@ -6,17 +6,21 @@ Parsing imports no torch, so that help and mistakes are answered at once; each v
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import secateur
 from secateur.cli import bench, compare, data, demo, export, finetune, inspect, probe, prune, scores, sweep, train
 from secateur.cli.options import INTERRUPTED, INTERRUPTED_LINE, Verb, wrapped
 from secateur.errors import SecateurError, nearest, one_line
+from secateur.files import ESCAPED
 from secateur.settings import kernels_off
 
 VERBS: dict[str, Verb] = {
@@ -92,9 +96,19 @@ def build_parser(chosen: str | None = None) -> Parser:
 
 def said(error: Exception) -> str:
     """The message of an error in one line, whatever a library wrote; the system's with path and reason."""
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename} cannot be used: {error.strerror}. Name another path."
+    if isinstance(error, OSError) and error.strerror:
+        known = error.filename is not None  # not where the output itself cannot be written
+        return f"{error.filename} cannot be used: {error.strerror}. Name another path." if known else error.strerror
     return one_line(error)
+
+
+def _formatted(message: Warning | str, kind: type[Warning], file: str, number: int, line: str | None = None) -> str:
+    """Warnings of this package in one line, without the place in its source."""
+    ours = Path(file).is_relative_to(Path(__file__).parents[1])
+    return f"secateur: warning: {message}\n" if ours else _STANDARD(message, kind, file, number, line)
+
+
+_STANDARD = warnings.formatwarning
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,6 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.verb is None:
         parser.error(f"name a verb first: {', '.join(VERBS)}")
+    warnings.formatwarning = _formatted
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors=ESCAPED)  # as stderr is: a path may not be text, or the terminal know no umlauts
     options.invocation = shlex.join(["secateur", *arguments])
     try:
         kernels_off()  # a misspelt value is said before anything is loaded

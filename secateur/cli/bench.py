@@ -196,7 +196,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             name, help=summary, description=description(name), formatter_class=argparse.RawDescriptionHelpFormatter
         )
         OPTIONS[name](one)
-        add_out(one, "folder of the record (the current one; in a clone of Secateur its benchmarks/results)", metavar="FOLDER")
+        add_out(
+            one,
+            "folder of the record (the current one; in a clone, its benchmarks/results)",
+            metavar="FOLDER",
+        )
 
 
 def description(name: str) -> str:

@@ -325,7 +325,7 @@ def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace)
     for note in result.notes:
         print(note)
     save(result.model, result.tokenizer, folder, result.masks, texts, overwrite=options.overwrite)
-    print(f"\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html")
+    print(f"\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html, README.md")
     for warning in found.warnings:
         print(f"secateur: warning: {warning}", file=sys.stderr)
     print(found)

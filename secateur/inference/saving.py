@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import HF_EXTRA, DataError, ModelError, library, one_line
-from secateur.files import appearing, read_json, write
+from secateur.files import ESCAPED, appearing, read_json, write
 from secateur.inference import convert as forms
 from secateur.inference.card import CARD, model_card, reloaded
 from secateur.inference.format import (
@@ -139,7 +139,7 @@ def write_folder(
         for name, text in (texts or {}).items():
             if Path(name).name != name or ((partial / name).exists() and name != CARD):
                 raise ModelError(f"A report cannot be saved as {name!r}: that is a path, or a file of the model's own.")
-            (partial / name).write_text(text, encoding="utf-8")
+            (partial / name).write_text(text, encoding="utf-8", errors=ESCAPED)
     return folder
 
 
@@ -252,7 +252,7 @@ def export(
             if (partial / CARD).is_file():
                 text = (partial / CARD).read_text(encoding="utf-8")
                 text = reloaded(text, folder.name, bool(done.packed), compress)
-                (partial / CARD).write_text(text, encoding="utf-8")
+                (partial / CARD).write_text(text, encoding="utf-8", errors=ESCAPED)
     return done
 
 

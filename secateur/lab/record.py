@@ -31,8 +31,7 @@ BUSY = (os.cpu_count() or 1) / 4 < LOAD_AT_START
 
 
 def results_folder() -> Path:
-    """benchmarks/results of this clone, from which its docs are made, to those who stand in the clone; to everybody else
-    the current folder."""
+    """Inside this clone its benchmarks/results, from which its docs are made; elsewhere the current folder."""
     ours = ROOT / "benchmarks" / "results"
     return ours if ours.is_dir() and Path.cwd().is_relative_to(ROOT) else Path()
 
