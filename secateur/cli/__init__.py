@@ -102,10 +102,12 @@ def said(error: Exception) -> str:
     return one_line(error)
 
 
-def _formatted(message: Warning | str, kind: type[Warning], file: str, number: int, line: str | None = None) -> str:
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """Warnings of this package in one line, without the place in its source."""
-    ours = Path(file).is_relative_to(Path(__file__).parents[1])
-    return f"secateur: warning: {message}\n" if ours else _STANDARD(message, kind, file, number, line)
+    ours = Path(filename).is_relative_to(Path(__file__).parents[1])
+    return f"secateur: warning: {message}\n" if ours else _STANDARD(message, category, filename, lineno, line)
 
 
 _STANDARD = warnings.formatwarning
@@ -126,6 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.verb is None:
         parser.error(f"name a verb first: {', '.join(VERBS)}")
     warnings.formatwarning = _formatted
+    if not sys.stderr.isatty():  # bars of the Hugging Face libraries would fill a log
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors=ESCAPED)  # as stderr is: a path may not be text, or the terminal know no umlauts
     options.invocation = shlex.join(["secateur", *arguments])
