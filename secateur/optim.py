@@ -41,7 +41,7 @@ class Spam:
     theta: float = 5000.0  # clip where g^2 > theta v; 0: no clipping
     every: int = 500  # steps between resets; 0: none
     warmup: int = 150  # steps over which the learning rate returns after a reset
-    spike: float | None = None  # a norm so many standard deviations above the mean is a spike; None: no detection
+    spike: float | None = None  # standard deviations above the mean that make a norm a spike; None: no detection
     quiet: int = 20  # steps without clipping, at the start and after each reset
     floor: float = 0.01  # factor on the learning rate right after a reset; a cosine raises it to 1
     clip_unseen: bool = True  # clip to zero where v is zero; False: leave such gradients alone

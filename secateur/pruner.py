@@ -15,8 +15,8 @@ from secateur import kernels
 from secateur.errors import PatternError, RegrowthError, StateError
 from secateur.model.distributed import check_replicas, is_sharded, like, local, peers_of, unwrap
 from secateur.model.facts import Facts, zero_gradients
-from secateur.model.held import Held, SavedState, check_count, masks_in, read_saved, restore_facts, rounding, state_of
 from secateur.model.hooks import Handles, Listener, optimizers_in
+from secateur.model.masks import ZEROS, Given, Held, apply_masks, given_masks, with_given
 from secateur.model.prunable import (
     ABSENT,
     Globs,
@@ -29,7 +29,16 @@ from secateur.model.prunable import (
     unfit_for,
     untrained,
 )
-from secateur.model.transfer import ZEROS, Given, WholeState, apply_masks, given_masks, with_given
+from secateur.model.state import (
+    SavedState,
+    WholeState,
+    check_count,
+    masks_in,
+    read_saved,
+    restore_facts,
+    rounding,
+    state_of,
+)
 from secateur.optim import MaskedOptimizer
 from secateur.regrowth import DROP, check_gradients, exchange, regrowth_for
 from secateur.report import Report, TensorRow, Update
@@ -316,7 +325,7 @@ class Pruner:
 
     def pieces(self) -> list[ScoredTensor]:
         """Every prunable tensor with its current scores, evaluated on demand: `piece.score(slice(0, 1000))`."""
-        return [target.piece for target in self._targets()]
+        return [target.scored for target in self._targets()]
 
     def apply(self) -> None:
         """Zero pruned weights and all optimizer state in their shape; with regrowth, also the facts kept for the score,

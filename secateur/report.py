@@ -18,7 +18,7 @@ from secateur.progress import Stage
 
 @dataclass(frozen=True)
 class Update:
-    """One mask update: what the schedule asked for at this step and what came of it, over all processes."""
+    """One mask update: what the schedule asked for at this step and what was reached, over all processes."""
 
     step: int
     asked: float

@@ -254,14 +254,16 @@ def split() -> dict[str, Any]:
 def rounded() -> bool:
     """Whether bf16 statistics, which are rounded stochastically, equal those of one process: ranks must draw alike."""
     model = network("mlp")
-    sites, wanted = find_prunable(model)[0], {"exp_avg_sq", "gradient_max"}
+    prunables, wanted = find_prunable(model)[0], {"exp_avg_sq", "gradient_max"}
     one, several = (
         gather_gradients(
-            model, batches("mlp"), sites, wanted, GradientPass(plan=MemoryPlan(torch.bfloat16), ranks=ranks)
+            model, batches("mlp"), prunables, wanted, GradientPass(plan=MemoryPlan(torch.bfloat16), ranks=ranks)
         )
         for ranks in (SOLO, Ranks(dist.group.WORLD))
     )
-    return all(torch.equal(one[site.name][name], several[site.name][name]) for site in sites for name in wanted)
+    return all(
+        torch.equal(one[prunable.name][name], several[prunable.name][name]) for prunable in prunables for name in wanted
+    )
 
 
 JOBS: dict[str, Callable[[], Any]] = {

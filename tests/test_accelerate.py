@@ -12,7 +12,7 @@ from torch import Tensor
 
 import secateur as sc
 from secateur.errors import OptimizerError, SaveError, StateError
-from secateur.integrations.pruner_files import PRUNER
+from secateur.model.state import PRUNER
 from tests.test_distributed import launch
 
 pytest.importorskip("accelerate")

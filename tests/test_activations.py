@@ -14,19 +14,19 @@ from secateur.oneshot.activations import InputStatistics, check_seen, gather_inp
 
 
 def watched(model: nn.Module, inputs: Tensor, **settings: Any) -> tuple[InputStatistics, dict[str, Any]]:
-    sites, _ = find_prunable(model, only="*")
-    found = InputStatistics(sites, **settings)
+    prunables, _ = find_prunable(model, only="*")
+    found = InputStatistics(prunables, **settings)
     gather_inputs(model, [inputs], found, forward=lambda model, batch: model(batch))
-    check_seen(found, sites)
-    return found, {site.name: site for site in sites}
+    check_seen(found, prunables)
+    return found, {prunable.name: prunable for prunable in prunables}
 
 
 def test_norms_and_products_of_a_linear_layer() -> None:
     torch.manual_seed(0)
     model, inputs = nn.Linear(5, 3), torch.randn(4, 7, 5)
-    found, sites = watched(model, inputs, products=True)
+    found, prunables = watched(model, inputs, products=True)
     flat = inputs.reshape(-1, 5)
-    assert torch.allclose(found.norms(sites["weight"]), flat.norm(dim=0).expand(3, 5), atol=1e-5)
+    assert torch.allclose(found.norms(prunables["weight"]), flat.norm(dim=0).expand(3, 5), atol=1e-5)
     assert torch.allclose(found.products["weight"][0], flat.T @ flat, atol=1e-4)
     assert found.tokens["weight"].tolist() == [28]
 
@@ -47,13 +47,13 @@ def test_products_of_convolutions_predict_the_outputs(layer: nn.Module) -> None:
     assert isinstance(layer.bias, nn.Parameter)
     layer.bias.data.zero_()
     inputs = torch.randn(3, 4, *([8] * (layer.weight.ndim - 2)))  # type: ignore[operator,union-attr]
-    found, sites = watched(layer, inputs, products=True)
+    found, prunables = watched(layer, inputs, products=True)
     outputs = layer(inputs).detach().transpose(0, 1).flatten(1).square().sum(1)
     products = found.products["weight"]
     kernels = layer.weight.detach().flatten(1).chunk(len(products))  # type: ignore[operator,union-attr]
     predicted = torch.cat([((k @ p) * k).sum(1) for k, p in zip(kernels, products, strict=True)])
     assert torch.allclose(predicted, outputs, rtol=1e-4)
-    norms = found.norms(sites["weight"])
+    norms = found.norms(prunables["weight"])
     assert norms.shape == layer.weight.shape
     diagonals = [p.diagonal().sqrt().expand(len(k), -1) for k, p in zip(kernels, products, strict=True)]
     assert torch.allclose(norms.reshape(norms.shape[0], -1), torch.cat(diagonals), rtol=1e-4)
@@ -79,13 +79,13 @@ class Experts(nn.Module):
 def test_experts_each_have_their_own() -> None:
     torch.manual_seed(0)
     model, inputs = Experts(), torch.randn(9, 4)
-    found, sites = watched(model, inputs)
+    found, prunables = watched(model, inputs)
     assert found.tokens["up"].tolist() == [5, 4, 0]
-    norms = found.norms(sites["up"])
+    norms = found.norms(prunables["up"])
     assert torch.allclose(norms[0], inputs[0::2].norm(dim=0).expand(8, 4), atol=1e-5)
     assert torch.allclose(norms[1], inputs[1::2].norm(dim=0).expand(8, 4), atol=1e-5)
     assert bool((norms[2] == 0).all())
-    assert found.reached(sites["down"]).tolist() == [True, True, False]
+    assert found.reached(prunables["down"]).tolist() == [True, True, False]
 
 
 def test_batched_experts() -> None:
@@ -101,8 +101,8 @@ def test_batched_experts() -> None:
             return torch.bmm(inputs.expand(3, -1, -1), self.up)
 
     inputs = torch.randn(6, 4)
-    found, sites = watched(Batched(), inputs)
-    assert torch.allclose(found.norms(sites["up"]), inputs.norm(dim=0)[None, :, None].expand(3, 4, 8), atol=1e-5)
+    found, prunables = watched(Batched(), inputs)
+    assert torch.allclose(found.norms(prunables["up"]), inputs.norm(dim=0)[None, :, None].expand(3, 4, 8), atol=1e-5)
 
 
 def test_conv1d_of_transformers_equals_a_linear_layer() -> None:
@@ -129,11 +129,11 @@ def test_attention_is_seen() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.o(nn.functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)))
 
-    found, sites = watched(Attention(), torch.randn(2, 5, 8), products=True)
+    found, prunables = watched(Attention(), torch.randn(2, 5, 8), products=True)
     assert torch.equal(found.products["v.weight"], found.products["q.weight"])
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)  # in evaluation, one call for all of it otherwise
-    found, sites = watched(layer, torch.randn(2, 5, 8))
-    assert set(found.squares) == set(sites)
+    found, prunables = watched(layer, torch.randn(2, 5, 8))
+    assert set(found.squares) == set(prunables)
 
 
 class Cross(nn.Module):
@@ -154,7 +154,7 @@ class Cross(nn.Module):
 def test_each_row_of_cross_attention_has_its_own_inputs(apart: bool, batch: int) -> None:
     torch.manual_seed(0)
     both = torch.randn(batch, 10, 8) * torch.cat([torch.ones(4), torch.full((6,), 9.0)])[:, None]
-    found, sites = watched(Cross(apart), both, products=True)
+    found, prunables = watched(Cross(apart), both, products=True)
     x, y = both[:, :4].reshape(-1, 8), both[:, 4:].reshape(-1, 8)
     name = "attention.in_proj_weight"
     inputs = [x, y, 2 * y if apart else y]
@@ -162,8 +162,8 @@ def test_each_row_of_cross_attention_has_its_own_inputs(apart: bool, batch: int)
     for product, mine in zip(found.products[name], inputs, strict=True):
         torch.testing.assert_close(product, mine.T @ mine, rtol=1e-4, atol=1e-3)
     expected = torch.cat([mine.norm(dim=0).expand(8, 8) for mine in inputs])
-    torch.testing.assert_close(found.norms(sites[name]), expected)
-    assert found.reached(sites[name]).tolist() == [True]
+    torch.testing.assert_close(found.norms(prunables[name]), expected)
+    assert found.reached(prunables[name]).tolist() == [True]
 
 
 def test_self_attention_is_one_matrix() -> None:
@@ -186,9 +186,9 @@ RANGES = {
 def test_ranges_of_rows(way: str) -> None:
     torch.manual_seed(0)
     inputs = torch.randn(5, 7, 6)
-    found, sites = watched(Sided(lambda w, x: RANGES[way](w, x)[0], (10, 6)), inputs)
+    found, prunables = watched(Sided(lambda w, x: RANGES[way](w, x)[0], (10, 6)), inputs)
     assert found.tokens["layer.weight"].tolist() == [14, 14, 21, 21, 21]
-    norms = found.norms(sites["layer.weight"])
+    norms = found.norms(prunables["layer.weight"])
     parts = ((inputs[:2], 4), (inputs[2:], 6))
     expected = torch.cat([part.reshape(-1, 6).norm(dim=0).expand(n, 6) for part, n in parts])
     torch.testing.assert_close(norms, expected)
@@ -207,12 +207,12 @@ def test_rows_called_whole_and_by_ranges() -> None:
         return nn.functional.linear(x, w[:4]).sum() + nn.functional.linear(2 * x, w).sum()
 
     model = Sided(way, (12, 6))
-    sites, _ = find_prunable(model, only="*")
-    found = InputStatistics(sites)
+    prunables, _ = find_prunable(model, only="*")
+    found = InputStatistics(prunables)
     gather_inputs(model, batches, found, forward=lambda model, batch: model(batch))
     a, b, c, d = (batch.square().sum(0) for batch in batches)
     rows = [a + 5 * c + 5 * d] * 4 + [a + 4 * c + 4 * d] * 2 + [a + b + 4 * c + 4 * d] * 6
-    torch.testing.assert_close(found.norms(sites[0]), torch.stack(rows).sqrt())
+    torch.testing.assert_close(found.norms(prunables[0]), torch.stack(rows).sqrt())
 
 
 def test_columns_of_a_transposed_layer() -> None:
@@ -228,9 +228,9 @@ def test_columns_of_a_transposed_layer() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x @ self.layer.weight[:, :3] + (3 * x) @ self.layer.weight[:, 6:]
 
-    found, sites = watched(Turned(), inputs)
+    found, prunables = watched(Turned(), inputs)
     norm = inputs.norm(dim=0)[:, None].expand(6, 3)
-    torch.testing.assert_close(found.norms(sites["layer.weight"]), torch.cat([norm, 0 * norm, 3 * norm], 1))
+    torch.testing.assert_close(found.norms(prunables["layer.weight"]), torch.cat([norm, 0 * norm, 3 * norm], 1))
 
 
 def test_ranges_without_a_common_size_are_refused_for_products_alone() -> None:
@@ -238,8 +238,8 @@ def test_ranges_without_a_common_size_are_refused_for_products_alone() -> None:
         return torch.cat([nn.functional.linear(x, part) for part in w.split(10)], -1)
 
     inputs = torch.randn(4, 6)
-    found, sites = watched(Sided(way, (101, 6)), inputs)
-    torch.testing.assert_close(found.norms(sites["layer.weight"]), inputs.norm(dim=0).expand(101, 6))
+    found, prunables = watched(Sided(way, (101, 6)), inputs)
+    torch.testing.assert_close(found.norms(prunables["layer.weight"]), inputs.norm(dim=0).expand(101, 6))
     with pytest.raises(FactError, match=r"'layer.weight' is multiplied by ranges of its rows.*skip="):
         watched(Sided(way, (101, 6)), inputs, products=True)
 
@@ -253,10 +253,10 @@ def test_a_weight_without_a_matmul() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return self.used(inputs)
 
-    found, sites = watched(Idle(), torch.randn(2, 4))
-    assert found.reached(sites["used.weight"]).tolist() == [True]
-    assert found.reached(sites["idle.weight"]).tolist() == [False]
-    assert bool((found.norms(sites["idle.weight"]) == 0).all())
+    found, prunables = watched(Idle(), torch.randn(2, 4))
+    assert found.reached(prunables["used.weight"]).tolist() == [True]
+    assert found.reached(prunables["idle.weight"]).tolist() == [False]
+    assert bool((found.norms(prunables["idle.weight"]) == 0).all())
 
 
 def test_a_weight_that_computes_unseen_is_refused_by_name() -> None:
@@ -298,10 +298,10 @@ WAYS = {
 def test_a_weight_is_seen_on_either_side(way: str) -> None:
     torch.manual_seed(0)
     inputs = torch.randn(2, 4, 5)
-    found, sites = watched(Sided(WAYS[way]), inputs, products=True)
+    found, prunables = watched(Sided(WAYS[way]), inputs, products=True)
     flat = inputs.reshape(-1, 5)
     assert found.tokens["layer.weight"].tolist() == [8]
-    assert torch.allclose(found.norms(sites["layer.weight"]), flat.norm(dim=0).expand(3, 5), atol=1e-5)
+    assert torch.allclose(found.norms(prunables["layer.weight"]), flat.norm(dim=0).expand(3, 5), atol=1e-5)
     assert torch.allclose(found.products["layer.weight"][0], flat.T @ flat, atol=1e-4)
 
 

@@ -138,7 +138,7 @@ def meets_the_contract(rule: Rule, sparsity: float) -> bool:
     dead = [int((~one).sum()) for one in alive]
     targets = [target(s, a) for s, a in zip(scores, alive, strict=True)]
     fans = [one.fan for one in targets]
-    layers = Layers([one.piece for one in targets], fans, dead, sparsity, ALONE)
+    layers = Layers([one.scored for one in targets], fans, dead, sparsity, ALONE)
     counts = rule(layers)
     bounded = all(low <= count <= high for low, count, high in zip(dead, counts, layers.sizes, strict=True))
     return bounded and all(type(count) is int for count in counts) and sum(counts) == layers.budget

@@ -30,8 +30,8 @@ def test_early_blocks_run_once_and_gradients_are_the_same() -> None:
     assert calibrated.blocks == list(model.blocks)
     whole = calibrated.gradients({"gradient_max"})
     calls[:] = [0, 0, 0]
-    late = [site for site in calibrated.sites if site.name.startswith("blocks.2")]
-    middle = [site for site in calibrated.sites if site.name.startswith("blocks.1")]
+    late = [prunable for prunable in calibrated.prunables if prunable.name.startswith("blocks.2")]
+    middle = [prunable for prunable in calibrated.prunables if prunable.name.startswith("blocks.1")]
     for again in range(2):
         found = calibrated.gradients({"gradient_max"}, late)
         assert all(torch.equal(found[s.name]["gradient_max"], whole[s.name]["gradient_max"]) for s in late)
@@ -62,7 +62,7 @@ def test_hooks_go_when_the_third_cannot_be_made(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(nn.Module, "register_forward_pre_hook", register)
     with pytest.raises(KeyboardInterrupt):
-        find_blocks(calibrated.model, IDS, calibrated.forward, calibrated.sites)
+        find_blocks(calibrated.model, IDS, calibrated.forward, calibrated.prunables)
     assert hooks(calibrated.model) == 0
 
 
@@ -105,7 +105,7 @@ def test_batches_stay_apart_after_a_shape_error(error: Exception) -> None:
 def cached(error: Exception) -> tuple[HiddenStates, list[Any]]:
     """A cache that is filled, and whose next decision computes a loss that fails without the early block."""
     model = Tower()
-    sites = [site for site in CalibratedModel(model, IDS).sites if site.name.startswith("blocks.2")]
+    prunables = [prunable for prunable in CalibratedModel(model, IDS).prunables if prunable.name.startswith("blocks.2")]
     losses = iter([lambda: 1.0])
 
     def first_loss() -> float:
@@ -115,15 +115,15 @@ def cached(error: Exception) -> tuple[HiddenStates, list[Any]]:
         return compute()
 
     states = HiddenStates(list(model.blocks), 1, first_loss)
-    with states.from_cache(sites):
+    with states.from_cache(prunables):
         model(IDS)
-    return states, sites
+    return states, prunables
 
 
 @pytest.mark.parametrize("error", NO_SHAPE_ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_that_skipped_blocks_do_not_explain_is_raised(error: Exception) -> None:
-    states, sites = cached(error)
-    with pytest.raises(type(error), match=str(error)[:8].replace("[", ".")), states.from_cache(sites):
+    states, prunables = cached(error)
+    with pytest.raises(type(error), match=str(error)[:8].replace("[", ".")), states.from_cache(prunables):
         pass
 
 
@@ -131,6 +131,6 @@ def test_an_error_that_skipped_blocks_do_not_explain_is_raised(error: Exception)
     "error", [*SHAPE_ERRORS, TypeError("None"), AttributeError("x")], ids=lambda e: type(e).__name__
 )
 def test_blocks_run_if_the_model_needs_more_than_their_state(error: Exception) -> None:
-    states, sites = cached(error)
-    with states.from_cache(sites):
+    states, prunables = cached(error)
+    with states.from_cache(prunables):
         assert not states._skippable[2]

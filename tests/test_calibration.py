@@ -49,15 +49,15 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 def test_statistics_against_a_plain_loop(batches: list[tuple[Tensor, Tensor]]) -> None:
     torch.manual_seed(1)
     model = Noisy().eval()
-    sites, _ = find_prunable(model, only="*")
-    found = gather_gradients(model, batches, sites, {"exp_avg", "exp_avg_sq", "gradient", "gradient_max"})
-    for site in sites:
+    prunables, _ = find_prunable(model, only="*")
+    found = gather_gradients(model, batches, prunables, {"exp_avg", "exp_avg_sq", "gradient", "gradient_max"})
+    for prunable in prunables:
         gradients = []
         for batch in batches:
-            (gradient,) = torch.autograd.grad(standard_loss(model, batch), site.parameter)
+            (gradient,) = torch.autograd.grad(standard_loss(model, batch), prunable.parameter)
             gradients.append(gradient)
         stacked = torch.stack(gradients)
-        mine = found[site.name]
+        mine = found[prunable.name]
         assert torch.allclose(mine["exp_avg"], stacked.mean(0), atol=1e-8)
         assert torch.allclose(mine["exp_avg_sq"], stacked.square().mean(0), atol=1e-10)
         assert torch.allclose(mine["gradient"], stacked.abs().mean(0), atol=1e-8)
@@ -72,7 +72,7 @@ def test_the_model_is_as_before(batches: list[tuple[Tensor, Tensor]], fails: boo
     model.first.weight.grad = kept = torch.ones_like(model.first.weight)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
-    sites, _ = find_prunable(model, only="*")
+    prunables, _ = find_prunable(model, only="*")
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if fails:
@@ -82,9 +82,9 @@ def test_the_model_is_as_before(batches: list[tuple[Tensor, Tensor]], fails: boo
 
     if fails:
         with pytest.raises(RuntimeError, match="the user's own"):
-            gather_gradients(model, batches, sites, {"gradient"}, GradientPass(loss))
+            gather_gradients(model, batches, prunables, {"gradient"}, GradientPass(loss))
     else:
-        gather_gradients(model, batches, sites, {"gradient"}, GradientPass(loss))
+        gather_gradients(model, batches, prunables, {"gradient"}, GradientPass(loss))
     assert [module.training for module in model.modules()] == modes
     assert model.first.weight.grad is kept
     assert model.norm.weight.grad is None
@@ -95,23 +95,23 @@ def test_the_model_is_as_before(batches: list[tuple[Tensor, Tensor]], fails: boo
 
 def test_gradients_are_freed_as_they_come(batches: list[tuple[Tensor, Tensor]]) -> None:
     model = Noisy().eval()
-    sites, _ = find_prunable(model, only="*")
+    prunables, _ = find_prunable(model, only="*")
     alive: list[int] = []
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         alive.append(sum(p.grad is not None for p in model.parameters()))
         return standard_loss(model, batch)
 
-    gather_gradients(model, batches, sites, {"gradient"}, GradientPass(loss))
+    gather_gradients(model, batches, prunables, {"gradient"}, GradientPass(loss))
     assert alive == [0] * len(batches)
 
 
 def test_a_frozen_beginning_does_no_backward(batches: list[tuple[Tensor, Tensor]]) -> None:
     model = Noisy().eval()
-    sites, _ = find_prunable(model, only="last")
+    prunables, _ = find_prunable(model, only="last")
     asked: list[bool] = []
     model.first.register_forward_hook(lambda module, given, output: asked.append(output.requires_grad))
-    gather_gradients(model, batches, sites, {"gradient"})
+    gather_gradients(model, batches, prunables, {"gradient"})
     assert not any(asked)
 
 
@@ -149,9 +149,9 @@ def test_default_losses_and_errors_without_one() -> None:
         take_batches([])
     with pytest.raises(FactError, match=r"Token ids must be \[rows, positions\], not \[7\]"):
         take_batches(torch.zeros(7, dtype=torch.int64))
-    sites, _ = find_prunable(model, only="*")
+    prunables, _ = find_prunable(model, only="*")
     with pytest.raises(FactError, match=r"one number that depends on the weights.*\(5, 3\)"):
-        gather_gradients(model, [inputs], sites, {"gradient"}, GradientPass(lambda model, batch: model(batch)))
+        gather_gradients(model, [inputs], prunables, {"gradient"}, GradientPass(lambda model, batch: model(batch)))
     with eval_mode(model):
         assert not any(p.requires_grad for p in model.parameters())
     assert all(p.requires_grad for p in model.parameters())
@@ -195,9 +195,11 @@ def test_a_loss_in_bf16() -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 8)
     batch = torch.randn(32, 64), torch.randint(0, 8, (32,))
-    sites, _ = find_prunable(model, only="*")
-    exact = gather_gradients(model, [batch], sites, {"exp_avg"})["weight"]["exp_avg"]
-    found = gather_gradients(model, [batch], sites, {"exp_avg"}, GradientPass(batches_module.in_bf16(standard_loss)))
+    prunables, _ = find_prunable(model, only="*")
+    exact = gather_gradients(model, [batch], prunables, {"exp_avg"})["weight"]["exp_avg"]
+    found = gather_gradients(
+        model, [batch], prunables, {"exp_avg"}, GradientPass(batches_module.in_bf16(standard_loss))
+    )
     rough = found["weight"]["exp_avg"]
     assert rough.dtype == torch.float32
     assert not torch.equal(rough, exact)

@@ -15,8 +15,8 @@ from scipy import stats
 from secateur.cli import main
 from secateur.errors import ComparisonError
 from secateur.lab.compare import short_names
+from secateur.lab.compare_page import COLOURS, few_rows, layer_means, lines_of, render, styles, summary
 from secateur.lab.costs import mean_of
-from secateur.lab.plots import COLOURS, few_rows, layer_means, lines_of, render, styles, summary
 from secateur.lab.runs import read_runs
 from secateur.lab.statistics import Difference, difference, ratio
 from tests.browser import Collector, open_page

@@ -67,12 +67,12 @@ def test_cpu_gpu_and_streamed_agree(job: str) -> None:
 
 def test_statistics_in_host_memory_are_those_on_the_device() -> None:
     model = build(dtype=torch.bfloat16).cuda()
-    sites, _ = find_prunable(model)
+    prunables, _ = find_prunable(model)
     wanted = {"gradient_max", "exp_avg_sq"}
     for dtype in (torch.float32, torch.bfloat16):
-        right = gather_gradients(model, BATCHES, sites, wanted, GradientPass(plan=MemoryPlan(dtype)))
+        right = gather_gradients(model, BATCHES, prunables, wanted, GradientPass(plan=MemoryPlan(dtype)))
         for room in (0, 100_000):
-            found = gather_gradients(model, BATCHES, sites, wanted, GradientPass(plan=MemoryPlan(dtype, room)))
+            found = gather_gradients(model, BATCHES, prunables, wanted, GradientPass(plan=MemoryPlan(dtype, room)))
             assert {t.device.type for facts in found.values() for t in facts.values()} <= {"cpu", "cuda"}
             for name, facts in right.items():
                 for key, statistic in facts.items():
@@ -117,6 +117,6 @@ def test_a_limit_of_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plan_that_gives_up_nothing_is_taken_where_there_is_room() -> None:
     calibrated = CalibratedModel(build().cuda(), BATCHES)
-    plan = calibrated.memory_plan(calibrated.sites, 1)
+    plan = calibrated.memory_plan(calibrated.prunables, 1)
     assert (plan.dtype, plan.on_device, plan.checkpointing) == (torch.float32, None, False)
     assert plan != MemoryPlan()  # it says why

@@ -17,8 +17,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import secateur as sc
 from secateur.errors import PatternError, RegrowthError, StateError
+from secateur.model.masks import save_masks
 from secateur.model.prunable import find_prunable
-from secateur.model.transfer import save_masks
 from tests.conftest import Block, train
 from tests.trained import classifier
 

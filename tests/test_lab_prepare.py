@@ -59,7 +59,7 @@ def bpe(folder: Path) -> Path:
 
 
 def test_gpt2_and_the_tokenizer_it_leaves(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("secateur.integrations.pieces.PIECE", 300)  # many pieces
+    monkeypatch.setattr("secateur.integrations.tokenizing.PIECE", 300)  # many pieces
     assert main(["data", str(text), "--out", str(tmp_path / "a"), "--tokenizer", f"gpt2:{bpe(tmp_path)}"]) == 0
     data, meta = read(tmp_path / "a")
     assert meta["vocabulary"] == data.vocabulary == 257

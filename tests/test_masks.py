@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secateur.model.held import Held
+from secateur.model.masks import Held
 from secateur.scores import mixed
 from secateur.selection import masks
 from secateur.selection.masks import apply, as_bool, checksum, from_bits, inverted, pack, packed_bytes, to_bits, unpack

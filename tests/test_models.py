@@ -100,10 +100,10 @@ def test_every_kind_is_pruned_exactly(name: str, settings: dict[str, Any]) -> No
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet"])
 def test_blocks_are_found_by_watching(name: str) -> None:
     model = MODELS[name]()
-    sites, _ = find_prunable(model)
+    prunables, _ = find_prunable(model)
     first = batches(name)
     first = first[:1] if isinstance(first, torch.Tensor) else first[0]
-    assert len(find_blocks(model, first, standard_loss, sites)) == model.config.num_hidden_layers
+    assert len(find_blocks(model, first, standard_loss, prunables)) == model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "bert"])
@@ -120,14 +120,14 @@ def test_experts_without_tokens_are_not_taken_for_useless() -> None:
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.gate.weight.zero_()  # all experts alike: the same two are taken for every token
-    sites, _ = find_prunable(model, only="*experts*")
-    seen = InputStatistics(sites)
+    prunables, _ = find_prunable(model, only="*experts*")
+    seen = InputStatistics(prunables)
     gather_inputs(model, [IDS], seen, forward=standard_loss)
     report = sc.prune(model, IDS, sparsity=0.3, only="*experts*")
-    for site in sites:
-        idle = seen.tokens[site.name] == 0
+    for prunable in prunables:
+        idle = seen.tokens[prunable.name] == 0
         assert int(idle.sum()) == 2
-        assert bool(report.masks[site.name][idle].all())
+        assert bool(report.masks[prunable.name][idle].all())
     assert any("No inputs reached" in note and "100% of them" in note for note in report.notes)
     assert report.pruned == round(0.3 * report.prunable)
 
@@ -195,7 +195,7 @@ def test_experts_of_every_family_are_found_and_lie_as_they_are_used(family: str)
             config
         )
     stacks = {name: p for name, p in model.named_parameters() if p.ndim == 3 and "conv" not in name}
-    found = {site.name: site for site in find_prunable(model)[0]}
+    found = {prunable.name: prunable for prunable in find_prunable(model)[0]}
     assert stacks
     assert stacks.keys() <= found.keys()
     for name, stack in stacks.items():

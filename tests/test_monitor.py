@@ -23,7 +23,7 @@ from secateur.lab import checkpoint, monitor
 from secateur.lab.config import OPTIMIZERS, Experiment
 from secateur.lab.models import language_model
 from secateur.lab.monitor import CpuLoad, LoadMeter, Monitor, Stopwatch, cpu_load, threads_for
-from secateur.lab.page import render_run, run_headline
+from secateur.lab.run import render_run, run_headline
 from secateur.lab.trainer import Callback, Execution, Trainer
 
 HOW = Execution(cpu=True)

@@ -118,7 +118,7 @@ def test_other_ways_between_blocks_are_noticed() -> None:
 
     torch.manual_seed(0)
     calibrated = CalibratedModel(Net(), pairs())
-    late = [site for site in calibrated.sites if site.name == "layers.3.weight"]
+    late = [prunable for prunable in calibrated.prunables if prunable.name == "layers.3.weight"]
     found = [calibrated.gradients({"gradient_max"}, late)["layers.3.weight"]["gradient_max"] for _ in range(2)]
     assert torch.equal(*found)
 
@@ -261,8 +261,8 @@ def test_a_state_written_in_place_between_blocks_makes_no_chain() -> None:
 
     model = Writing()
     batch = torch.randn(4, 8), torch.randn(4, 8)
-    sites, _ = find_prunable(model, only="*")
-    assert find_blocks(model, batch, standard_loss, sites) == []
+    prunables, _ = find_prunable(model, only="*")
+    assert find_blocks(model, batch, standard_loss, prunables) == []
 
 
 def test_a_layer_only_later_batches_use_is_reconstructed() -> None:

@@ -232,17 +232,17 @@ def test_every_memory_plan_gives_the_same_masks(plan: MemoryPlan, monkeypatch: p
 
 
 def test_only_so_many_statistics_stay_where_the_weights_are() -> None:
-    sites, _ = find_prunable(tower().to("meta"))
-    sizes = [site.parameter.numel() for site in sites]
+    prunables, _ = find_prunable(tower().to("meta"))
+    sizes = [prunable.parameter.numel() for prunable in prunables]
     found = GradientStatistics(
-        sites, {"gradient_max", "exp_avg_sq"}, 3, MemoryPlan(on_device=sizes[0] + sizes[1] + sizes[2] - 1)
+        prunables, {"gradient_max", "exp_avg_sq"}, 3, MemoryPlan(on_device=sizes[0] + sizes[1] + sizes[2] - 1)
     )
-    stayed = [all(t.device.type == "meta" for t in found.facts[site.name].values()) for site in sites]
+    stayed = [all(t.device.type == "meta" for t in found.facts[prunable.name].values()) for prunable in prunables]
     assert stayed[:2] == [True, True]
     assert sum(size for size, here in zip(sizes, stayed, strict=True) if here) < sum(sizes[:3])
     assert all(
-        t.device.type == "cpu" for site, here in zip(sites, stayed, strict=True) if not here
-        for t in found.facts[site.name].values()
+        t.device.type == "cpu" for prunable, here in zip(prunables, stayed, strict=True) if not here
+        for t in found.facts[prunable.name].values()
     )  # fmt: skip
 
 
@@ -280,14 +280,18 @@ def test_stochastic_rounding_is_unbiased() -> None:
 def test_means_in_bf16_keep_growing() -> None:
     """Two thousand equal squares: rounded to the nearest, the sum would stop growing at a few hundred."""
     layer = nn.Linear(64, 64, bias=False)
-    sites, _ = find_prunable(layer, only="*")
-    with GradientStatistics(sites, {"exp_avg_sq"}, 2000, MemoryPlan(torch.bfloat16)) as found:
+    prunables, _ = find_prunable(layer, only="*")
+    with GradientStatistics(prunables, {"exp_avg_sq"}, 2000, MemoryPlan(torch.bfloat16)) as found:
         for _ in range(2000):
             layer.weight.grad = None
             layer.weight.sum().backward()
     assert float(found.facts["weight"]["exp_avg_sq"].float().mean()) == pytest.approx(1.0, rel=0.02)
     exact = gather_gradients(
-        layer, [None], sites, {"gradient_max"}, GradientPass(lambda m, _: m.weight.sum(), MemoryPlan(torch.bfloat16))
+        layer,
+        [None],
+        prunables,
+        {"gradient_max"},
+        GradientPass(lambda m, _: m.weight.sum(), MemoryPlan(torch.bfloat16)),
     )
     assert bool((exact["weight"]["gradient_max"] == 1).all())
 
@@ -300,17 +304,17 @@ def test_memory_in_words() -> None:
     with pytest.raises(FactError, match="something like '24GB'"):
         as_bytes("lots")
     model = tower()
-    sites, _ = find_prunable(model)
-    assert plan_memory(model, ROWS[:1], lambda m, b: m(b).sum(), sites, [], None) == MemoryPlan()
+    prunables, _ = find_prunable(model)
+    assert plan_memory(model, ROWS[:1], lambda m, b: m(b).sum(), prunables, [], None) == MemoryPlan()
 
 
 def test_channels_last_in_bf16_and_what_is_not_a_number() -> None:
     layer = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
-    sites, _ = find_prunable(layer, only="*")
+    prunables, _ = find_prunable(layer, only="*")
     batch = [torch.randn(2, 4, 8, 8)]
     loss = lambda model, inputs: model(inputs).square().mean()  # noqa: E731
     plans = (MemoryPlan(torch.bfloat16), MemoryPlan())
-    found = [gather_gradients(layer, batch, sites, {"exp_avg_sq"}, GradientPass(loss, plan)) for plan in plans]
+    found = [gather_gradients(layer, batch, prunables, {"exp_avg_sq"}, GradientPass(loss, plan)) for plan in plans]
     rough, exact = (facts["weight"]["exp_avg_sq"] for facts in found)
     torch.testing.assert_close(rough.float(), exact, rtol=0.02, atol=0)
     for bits in (0x7FFFFFFF, 0x7FC00000, -1):

@@ -174,17 +174,17 @@ def test_texts_and_targets_of_one_width_each_have_their_own_padding(build: Any, 
     """Keys and values of cross-attention read the encoder's positions, all else in a decoder the decoder's."""
     torch.manual_seed(0)
     model = build()
-    sites, _ = find_prunable(model)
+    prunables, _ = find_prunable(model)
     found = []
     for batches in (pairs_alone(mask), [pairs(LONGEST, mask)]):
-        statistics = InputStatistics(sites)
+        statistics = InputStatistics(prunables)
         gather_inputs(model, batches, statistics, forward=run_model)
         found.append(statistics)
     counts = {int(statistic.sum()) for statistic in found[0].tokens.values()}
     assert {sum(LENGTHS), sum(TARGETS)} <= counts  # 33 and 32
-    for site in sites:
-        assert found[0].tokens[site.name].tolist() == found[1].tokens[site.name].tolist(), site.name
-        torch.testing.assert_close(found[0].norms(site), found[1].norms(site), rtol=1e-4, atol=1e-4)
+    for prunable in prunables:
+        assert found[0].tokens[prunable.name].tolist() == found[1].tokens[prunable.name].tolist(), prunable.name
+        torch.testing.assert_close(found[0].norms(prunable), found[1].norms(prunable), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -256,15 +256,15 @@ def test_attention_of_torch_reads_positions_first() -> None:
 
     torch.manual_seed(0)
     model = Small()
-    sites, _ = find_prunable(model, only="attention")
+    prunables, _ = find_prunable(model, only="attention")
     found = []
     for batches in (alone(), [padded(2 * LONGEST)]):
-        statistics = InputStatistics(sites)
+        statistics = InputStatistics(prunables)
         gather_inputs(model, batches, statistics, forward=run_model)
         found.append(statistics)
-    for site in sites:
-        assert found[0].tokens[site.name].tolist() == found[1].tokens[site.name].tolist()
-        torch.testing.assert_close(found[0].norms(site), found[1].norms(site))
+    for prunable in prunables:
+        assert found[0].tokens[prunable.name].tolist() == found[1].tokens[prunable.name].tolist()
+        torch.testing.assert_close(found[0].norms(prunable), found[1].norms(prunable))
 
 
 def test_queries_and_keys_of_torchs_decoder_layers_each_have_their_own_padding() -> None:
@@ -284,14 +284,14 @@ def test_queries_and_keys_of_torchs_decoder_layers_each_have_their_own_padding()
 
     torch.manual_seed(0)
     model = Small()
-    sites, _ = find_prunable(model, only="decoder")
+    prunables, _ = find_prunable(model, only="decoder")
     found = []
     for batches in (pairs_alone(True), [pairs(LONGEST, True)]):
-        statistics = InputStatistics(sites)
+        statistics = InputStatistics(prunables)
         gather_inputs(model, batches, statistics, forward=run_model)
         found.append(statistics)
     own, text = sum(TARGETS), sum(LENGTHS)
     assert found[0].tokens["decoder.multihead_attn.in_proj_weight"].tolist() == [own, text, text]
-    for site in sites:
-        assert found[0].tokens[site.name].tolist() == found[1].tokens[site.name].tolist(), site.name
-        torch.testing.assert_close(found[0].norms(site), found[1].norms(site))
+    for prunable in prunables:
+        assert found[0].tokens[prunable.name].tolist() == found[1].tokens[prunable.name].tolist(), prunable.name
+        torch.testing.assert_close(found[0].norms(prunable), found[1].norms(prunable))

@@ -100,7 +100,7 @@ def test_blocks_are_probed_one_after_another(order: str, monkeypatch: pytest.Mon
     plain = Probe.trials
 
     def watched(self: Probe, numbers: Any, candidates: Any) -> Any:
-        probed.append([self.calibrated.sites[n].name for n in numbers])
+        probed.append([self.calibrated.prunables[n].name for n in numbers])
         return plain(self, numbers, candidates)
 
     monkeypatch.setattr(Probe, "trials", watched)
@@ -459,16 +459,16 @@ def test_gradients_after_other_masks_are_of_the_weights_in_them() -> None:
     work = Probe(
         calibrated, resolve("magnitude"), Select("layer", None, None), shrink=0.1, order="forward", group="block"
     )
-    late = [site for site in calibrated.sites if site.name.startswith("blocks.2")]
+    late = [prunable for prunable in calibrated.prunables if prunable.name.startswith("blocks.2")]
     for _ in range(2):  # seen on the way, then used
         before = calibrated.gradients({"gradient_max"}, late)
     work.set_masks([mask if n else torch.zeros_like(mask) for n, mask in enumerate(calibrated.held.masks)])
     assert not bool(model.blocks[0].up.weight.any())
     after = calibrated.gradients({"gradient_max"}, late)
-    for site in late:
-        right = calibrated.gradients({"gradient_max"})[site.name]["gradient_max"]
-        assert torch.equal(after[site.name]["gradient_max"], right)
-        assert not torch.equal(before[site.name]["gradient_max"], right)
+    for prunable in late:
+        right = calibrated.gradients({"gradient_max"})[prunable.name]["gradient_max"]
+        assert torch.equal(after[prunable.name]["gradient_max"], right)
+        assert not torch.equal(before[prunable.name]["gradient_max"], right)
 
 
 def test_two_levels_that_prune_nothing_end_the_search_also_at_its_start() -> None:

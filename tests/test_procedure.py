@@ -84,7 +84,11 @@ def test_searches_become_tables() -> None:
 
 
 def test_strict_probes_become_a_table() -> None:
-    cell = a_cell("strict", 1, 2, 1.0) | {"recommended": 3.1, "dense_calibrated": 3.0, "calibrated": 1.5}
-    record = {"model": "stories15M", "text": "its own", "calibration": 4, "context": 128, "dense": 2.5, "cells": [cell]}
-    line = procedure_tables.strict([record]).splitlines()[2]
-    assert line == "| stories15M, its own | 4 x 128 | 0 | 9.0% | 2.50 | 3.50 | 3.25 | 3.10 | 3.00 | 1.50 |"
+    judged = {"dense_calibrated": 3.0, "calibrated": 1.5}
+    cells = [a_cell("strict", 1, 2, 1.0) | judged | {"recommended": 3.1}, a_cell("strict", "block", 2, 1.0) | judged]
+    record = {"model": "stories15M", "text": "its own", "calibration": 4, "context": 128, "dense": 2.5, "cells": cells}
+    lines = procedure_tables.strict([record]).splitlines()[2:]
+    assert lines == [
+        "| stories15M, its own | layer by layer | 4 x 128 | 0 | 9.0% | 2.50 | 3.50 | 3.25 | 3.10 | 3.00 | 1.50 |",
+        "| stories15M, its own | block by block | 4 x 128 | 0 | 9.0% | 2.50 | 3.50 | 3.25 | - | 3.00 | 1.50 |",
+    ]

@@ -126,8 +126,8 @@ def test_reconstruction_follows_the_blocks_of_a_model() -> None:
     torch.manual_seed(0)
     model = Tower()
     ids = torch.randint(0, 17, (6, 12))
-    sites, _ = find_prunable(model)
-    assert find_blocks(model, ids[:1], standard_loss, sites) == list(model.blocks)
+    prunables, _ = find_prunable(model)
+    assert find_blocks(model, ids[:1], standard_loss, prunables) == list(model.blocks)
     before = model(ids).detach()
     report = sc.prune(model, ids, score="magnitude", sparsity=0.5, reconstruct=True)
     assert len(report.tensors) == 6

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import secateur as sc
 from secateur.errors import ScheduleError, StateError
-from secateur.model.held import SETTINGS, encoded, rounding, settings_in
 from secateur.model.prunable import find_prunable
+from secateur.model.state import SETTINGS, encoded, rounding, settings_in
 from secateur.selection.tiles import parse_pattern
 from tests.conftest import Block, train
 from tests.processes import start

@@ -231,6 +231,11 @@ def test_mutation_testing_knows_every_module_it_names() -> None:
     missing = [f"secateur/{name}.py" for name in tables["NEAREST"]] + [f"tests/test_{name}.py" for name in tests]
     missing = [path for path in missing if not (ROOT / path).is_file()]
     assert not missing, missing
+    lines = {
+        m: {line.strip() for line in (PACKAGE / f"{m}.py").read_text("utf-8").splitlines()} for m in tables["NEAREST"]
+    }
+    gone = [entry["before"] for entry in equivalent if entry["before"].strip() not in lines[entry["module"]]]
+    assert not gone, gone
 
 
 # The reader itself: each rule above must be able to fail.

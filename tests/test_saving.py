@@ -25,7 +25,7 @@ from secateur.inference import format as form
 from secateur.inference.card import model_card
 from secateur.inference.packed import PackedLinear, is_conv1d, linear_layers, packed_layers
 from secateur.integrations import folder as folder_module
-from secateur.model.transfer import load_masks
+from secateur.model.masks import load_masks
 from tests import tiny
 from tests.damage import damage, damages
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from secateur.errors import SecateurError, TextError
-from secateur.integrations import pieces
+from secateur.integrations import tokenizing
 from secateur.integrations.text import check_apart, read_text, split, windows
 from tests import tiny
 
@@ -148,11 +148,11 @@ def test_windows_are_consecutive_and_whole(caplog: pytest.LogCaptureFixture) -> 
 def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch, prefix: bool, piece: int) -> None:
     tokenizer = tiny.tokenizer(prefix=prefix)
     whole = windows(tokenizer, PROSE, 16)
-    monkeypatch.setattr(pieces, "PIECE", piece)
-    monkeypatch.setattr(pieces, "AROUND", 10)
+    monkeypatch.setattr(tokenizing, "PIECE", piece)
+    monkeypatch.setattr(tokenizing, "AROUND", 10)
     read: list[int] = []
-    encode = pieces._encode
-    monkeypatch.setattr(pieces, "_encode", lambda *given: read.append(len(given[1])) or encode(*given))
+    encode = tokenizing._encode
+    monkeypatch.setattr(tokenizing, "_encode", lambda *given: read.append(len(given[1])) or encode(*given))
     assert torch.equal(windows(tokenizer, PROSE, 16), whole)
     assert max(read) <= piece
     read.clear()
@@ -161,7 +161,7 @@ def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch, pr
 
 
 def test_text_without_spaces_is_cut_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 50)
+    monkeypatch.setattr(tokenizing, "PIECE", 50)
     assert windows(tiny.tokenizer(), "a" * 500, 10).shape == (50, 10)
 
 

@@ -27,9 +27,8 @@ from secateur.cli import main
 from secateur.cli.train import add_options, changes_of, name_of
 from secateur.errors import SecateurError
 from secateur.lab import models, monitor
-from secateur.lab.checkpoint import RunFolder
 from secateur.lab.config import Experiment, read_experiment
-from secateur.lab.run import run
+from secateur.lab.run import RunFolder, run
 from secateur.lab.trainer import Execution, Trainer, dry_run
 from secateur.optim import PRESETS
 from secateur.pruner import Pruner

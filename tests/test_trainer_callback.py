@@ -16,8 +16,8 @@ from torch.torch_version import TorchVersion
 
 import secateur as sc
 from secateur.errors import FactError, OptimizerError, PatternError, ScheduleError, ScoreError, StateError
-from secateur.integrations.pruner_files import PRUNER, read_pruner, write_pruner
 from secateur.integrations.pruning import ramp, spacing
+from secateur.model.state import PRUNER, read_pruner, write_pruner
 from secateur.selection.masks import pack
 from tests import tiny
 from tests.test_distributed import launch

@@ -289,7 +289,7 @@ def test_tasks_go_through_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_command_line_uses_imports_without_its_libraries() -> None:
     done = run_blocked(
-        "from secateur.integrations import evaluation, folder, pruner_files, pruning, smollm2, text",
+        "from secateur.integrations import evaluation, folder, pruning, smollm2, text",
         ["transformers", "tokenizers", "gguf", "numpy", "safetensors"],
     )
     assert done.returncode == 0, done.stderr

@@ -16,8 +16,8 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from secateur.integrations.pruner_files import PRUNER, read_pruner
 from secateur.integrations.transformers import PrunerCallback
+from secateur.model.state import PRUNER, read_pruner
 from tests.fsdp_worker import Sharding, finish
 from tests.test_trainer_callback import HALF, RAMP, STEPS, llama, trainer
 

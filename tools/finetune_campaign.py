@@ -35,8 +35,8 @@ from secateur.integrations.finetune_checkpoints import remove_checkpoints
 from secateur.integrations.finetune_data import split_windows
 from secateur.integrations.folder import load
 from secateur.integrations.text import read_text, token_pieces
-from secateur.lab.page import figure
-from secateur.lab.plots import COLOURS
+from secateur.lab.compare_page import COLOURS
+from secateur.lab.figures import figure
 from tools.cells import Cell, Cells, by
 
 THEME = "finetune-campaign"

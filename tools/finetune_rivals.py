@@ -2,6 +2,7 @@
 
     python -m tools.finetune_rivals [--seeds 0 1 2] [--only NAME ...] [--minutes 60]
     python -m tools.finetune_rivals --stories data-cache/stories15m/llama2.data ...
+    python -m tools.finetune_rivals --steps 960 --only oneshot 'gradual variance'
 
 A GPT of 4 layers and width 128 is trained on the source of Python's library, then pruned and fine-tuned on it with
 distillation. With --stories the network is stories15M (tools/stories.py says where it comes from), fine-tuned and
@@ -39,6 +40,7 @@ from tools.finetune_ways import Settings, Way, build, rate, sparsity_of
 
 THEME = "finetune-rivals"
 STORIES = f"{THEME}-stories15m"
+THEMES = THEME, STORIES, f"{THEME}-960-steps", f"{THEME}-3840-steps"  # the tables of docs/finetune.md
 MODEL, EVALUATION, CALIBRATION = "gpt-4x128x4", 512, 64
 STEP_TOKENS, DENSE_BATCH = 512, 20  # tokens of a fine-tuning step; windows of a step of the training before it
 WRITTEN = 4096  # stories to fine-tune on
@@ -319,6 +321,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names of ways (all)")
+    parser.add_argument("--steps", type=int, default=Settings.steps, help=f"of fine-tuning ({Settings.steps})")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
     parser.add_argument("--stories", type=Path, metavar="FILE", help="stories15M instead of the GPT: its checkpoint")
     parser.add_argument("--out", type=Path, help="folder of the record (benchmarks/results)")
@@ -329,11 +332,13 @@ def main() -> int:
     torch.set_num_threads(1)
     network = story_writer(options.stories) if options.stories else trained()
     before = perplexity(network.model, network)
-    cells = Cells(STORIES if options.stories else THEME, key, options.out)
+    theme = STORIES if options.stories else THEME
+    theme += "" if options.steps == Settings.steps else f"-{options.steps}-steps"  # equal tokens in each record
+    cells = Cells(theme, key, options.out)
     end = time.monotonic() + 60 * options.minutes
     wanted = [(name, seed) for seed in options.seeds for name in options.only or ways()]
     for name, seed in wanted:
-        settings = ways()[name]
+        settings = dataclasses.replace(ways()[name], steps=options.steps)
         if cells.has({"name": name, "seed": seed, "settings": dataclasses.asdict(settings)}):
             continue
         if time.monotonic() > end:

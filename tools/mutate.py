@@ -38,7 +38,8 @@ NEAREST = {
     "selection/allocation": ("allocation",),
     "selection/masks": ("masks", "patterns", "regrowth", "pruner"),
     "model/facts": ("pruner", "scores", "resume", "optim", "optimizers", "prune"),
-    "model/held": ("resume", "pruner", "masks"),
+    "model/masks": ("masks", "hold", "pruner"),
+    "model/state": ("resume", "pruner"),
     "model/hooks": ("pruner", "optimizers"),
     "model/kinds": ("prunable", "odd_models"),
     "model/prunable": ("prunable", "odd_models"),
@@ -51,7 +52,7 @@ NEAREST = {
     "schedules": ("schedules", "regrowth", "pruner"),
     "scores": ("scores", "default_dtype"),
 }
-ISSUED = ("selection/__init__", "selection/exact", "selection/masks", "model/facts", "model/held", "oneshot/probe",
+ISSUED = ("selection/__init__", "selection/exact", "selection/masks", "model/facts", "model/state", "oneshot/probe",
           "oneshot/reconstruct", "oneshot/veto", "pruner", "regrowth")  # fmt: skip
 SLOW = 6.0  # seconds; tests that take longer are left out where quicker ones call the function too
 EXAMPLES = 400  # of a property test at most, so that one mutant takes seconds

@@ -39,7 +39,7 @@ from secateur.report import Outcome
 from tools import stories
 
 CELLS = ("strict", "raise", "raise, refreshed", "off", "on", "both")
-RECOMMENDED: dict[str, Any] = {"rounds": 5, "reconstruct": "every"}
+BESIDE: dict[str, dict[str, Any]] = {"alone": {"score": "wanda"}, "recommended": {"rounds": 5, "reconstruct": "every"}}
 WRITTEN = "its own stories"
 
 
@@ -209,11 +209,10 @@ def cell(
     figures |= {"perplexity": judged(), "calibrated": judged(texts.draws[draw])}
     model.load_state_dict(dense)
     figures["dense_calibrated"] = judged(texts.draws[draw])
-    others: dict[str, dict[str, Any]] = {"alone": {"score": "wanda"}, "recommended": RECOMMENDED}
-    for other, settings in others.items() if found.pruned else ():
+    for other in options.beside if found.pruned else ():
         reset_peak(options.device)
         began = seconds(options.device)
-        sc.prune(model, batches, sparsity=found.sparsity, **settings)
+        sc.prune(model, batches, sparsity=found.sparsity, **BESIDE[other])
         figures[f"{other}_seconds"] = seconds(options.device) - began
         figures[f"{other}_peak_bytes"] = peak_bytes(options.device)
         figures[other] = judged()
@@ -243,6 +242,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", type=Path, help="stories15M in the format of llama2.c; SmolLM2's GGUF file")
     parser.add_argument("--text", type=Path, help="text of the windows (stories15m: what it writes itself)")
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
+    parser.add_argument("--beside", nargs="+", choices=BESIDE, default=list(BESIDE), help="at the same sparsity (all)")
     parser.add_argument("--draws", type=int, default=3, help="calibration texts (3)")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--calibration", type=int, default=8, help="windows of each draw (8)")

@@ -22,9 +22,9 @@ WORDS = {
 
 
 def strict(records: Iterable[Record]) -> str:
-    """One strict probe of candidates of 50 %, layer by layer in reverse, on every text and draw."""
+    """One strict probe of candidates of 50 % in reverse order, on every text and draw."""
     header = (
-        "model, text", "calibration", "draw", "sparsity", "dense", "veto", "WANDA alone", "recommended",
+        "model, text", "probed", "calibration", "draw", "sparsity", "dense", "veto", "WANDA alone", "recommended",
         "calibration text: dense", "veto",
     )  # fmt: skip
     rows = []
@@ -32,10 +32,10 @@ def strict(records: Iterable[Record]) -> str:
         tokens = f"{record['calibration']} x {record['context']}"
         for cell in record["cells"]:
             if cell["cell"] == "strict":
-                figures = record["dense"], *(cell[key] for key in ("perplexity", "alone", "recommended"))
-                own = cell["dense_calibrated"], cell["calibrated"]
-                numbers = [f"{value:.2f}" for value in (*figures, *own)]
-                rows.append((_subject(record), tokens, str(cell["draw"]), f"{cell['sparsity']:.1%}", *numbers))
+                held_out = f"{record['dense']:.2f}", f"{cell['perplexity']:.2f}", *_beside(cell)
+                own = f"{cell['dense_calibrated']:.2f}", f"{cell['calibrated']:.2f}"
+                which = _subject(record), _layers(cell["group"]), tokens, str(cell["draw"])
+                rows.append((*which, f"{cell['sparsity']:.1%}", *held_out, *own))
     return markdown_table(header, rows)
 
 
@@ -49,10 +49,9 @@ def searches(records: Iterable[Record]) -> str:
     for record, cell in _searches(records):
         tried = probes(cell)
         each = f"{statistics.median(map(seconds, tried)):.1f}"
-        beside = [f"{cell[key]:.2f}" if key in cell else "-" for key in ("alone", "recommended")]
         cost = str(len(tried)), each, str(cell["calls"]), f"{cell['probe_peak_bytes'] / 1e6:,.0f}"
         reached = f"{cell['sparsity']:.1%}", f"{cell['perplexity']:.2f}"
-        rows.append((_model(record), _named(cell), str(cell["draw"]), *cost, *reached, *beside))
+        rows.append((_model(record), _named(cell), str(cell["draw"]), *cost, *reached, *_beside(cell)))
     return markdown_table(header, rows) if rows else NONE
 
 
@@ -113,6 +112,11 @@ def source(records: Sequence[Record]) -> str:
             f" torch {record['versions']['torch']}, commit {record['commit']}, {record['date']}: {commands}"
         )
     return "\n".join(lines)
+
+
+def _beside(cell: Cell) -> list[str]:
+    """Perplexity of the score alone and of `recommended` at the same sparsity, where they were run."""
+    return [f"{cell[key]:.2f}" if key in cell else "-" for key in ("alone", "recommended")]
 
 
 def _model(record: Record) -> str:

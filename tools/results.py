@@ -15,7 +15,7 @@ from pathlib import Path
 from secateur.bench import patterns
 from secateur.files import write
 from secateur.lab.compare import BASELINE, Comparison, Entry, best_first, compare, mean_quality, noise, written
-from secateur.lab.plots import cost_by_sparsity, differences
+from secateur.lab.compare_page import cost_by_sparsity, differences
 from secateur.lab.record import ROOT
 from secateur.lab.runs import Measure, kept_choices, read_kept
 from secateur.lab.statistics import percent

@@ -270,8 +270,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "decode-whole": lambda: part("decode-whole", GPU, decode_whole_tables),
     "forms": lambda: part("small-claims", CPU, claims.forms_tables),
     finetune_campaign.THEME: lambda: part(finetune_campaign.THEME, GPU, campaign_tables),
-    finetune_rivals.THEME: lambda: part(finetune_rivals.THEME, CPU, rivals_tables),
-    finetune_rivals.STORIES: lambda: part(finetune_rivals.STORIES, CPU, rivals_tables),
+    **{theme: partial(part, theme, CPU, rivals_tables) for theme in finetune_rivals.THEMES},
     "pace": lambda: part("pace", GPU, pace_tables),
     "patterns": lambda: part("patterns", CPU, pattern_tables),
     "probe": lambda: part(

@@ -31,6 +31,7 @@ import secateur as sc
 from secateur.cli import main as command_line
 
 PACKAGE = Path(sc.__file__).parent
+IMPORTS = "<frozen importlib"  # the file of Python's import system, which runs modules and finders of ours
 # The same jobs before the modules were moved into packages (commit ad79e27), by this tool: files entered, changes.
 BEFORE = {"step": (15, 660), "prune": (30, 15_770), "sweep": (60, 5_618)}
 
@@ -60,7 +61,7 @@ class Walk:
     def _event(self, frame: FrameType, event: str, _: Any) -> None:
         if event not in ("call", "return"):
             return
-        if frame.f_code.co_name == "<module>":
+        if frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(IMPORTS):
             self._importing += 1 if event == "call" else -1
         elif self._importing == 0 and frame.f_code.co_filename.startswith(f"{PACKAGE}{os.sep}"):
             if event == "call":

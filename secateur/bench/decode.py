@@ -188,7 +188,7 @@ def check_decodes(model: Any, tokens: int) -> None:
 
 @torch.no_grad()
 def prune_by_magnitude(model: nn.Module, sparsity: float) -> None:
-    """Zero the smallest weights of every layer that can be packed. For speed alone: quality is not looked at."""
+    """Zero the smallest weights of every layer that can be packed. For speed alone: quality does not matter here."""
     for _, layer, reason in linear_layers(model):
         if not reason:
             sizes = layer.weight.float().abs()
@@ -341,7 +341,7 @@ class Gains:
         self.left = 0
 
     def watched(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights, each looked at on its way."""
+        """The same weights; each is counted, and perhaps timed, as it passes."""
         for name, weight in tensors:
             if name in self.only if self.only is not None else weight.ndim == 2 and name.endswith("weight"):
                 self.add(weight.detach().T.contiguous() if name in self.transposed else weight.detach())

@@ -237,7 +237,7 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def make_zeros(model: nn.Module, case: Case) -> None:
-    """Zeros at random places, or n:16, in every linear layer; quality is not looked at."""
+    """Zeros at random places, or n:16, in every linear layer. For speed alone: quality does not matter here."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             made = layer_of((layer.out_features, layer.in_features), case, layer.weight.dtype, layer.weight.device)

@@ -41,8 +41,8 @@ from secateur.integrations import text
 from secateur.integrations.evaluation import perplexity
 from secateur.integrations.folder import load as load_with_tokenizer
 from secateur.lab import record
-from secateur.lab.page import figure
-from secateur.lab.plots import COLOURS
+from secateur.lab.compare_page import COLOURS
+from secateur.lab.figures import figure
 from secateur.report import text_table
 from secateur.selection.tiles import parse_pattern
 

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     model = build(SHAPES[options.shape], device, options.seed)
     draw = torch.Generator().manual_seed(options.seed)
     ids = torch.randint(0, SHAPES[options.shape]["vocab_size"], (options.sequences, options.length), generator=draw)
-    sites, _ = find_prunable(model)
+    prunables, _ = find_prunable(model)
     passes = [time_passes(model, ids, batch, again) for batch in fitting for again in (False, True)]
     print(text_table(*passes_table(passes)), end="\n\n")
     timed = [one for one in passes if one["seconds"] is not None]
@@ -87,7 +87,8 @@ def run(options: argparse.Namespace) -> int:
     data = {
         "seed": options.seed, "shape": options.shape, "sequences": options.sequences, "length": options.length,
         "sparsity": options.sparsity, "scores": options.scores,
-        "prunable": sum(site.parameter.numel() for site in sites), "passes": passes, "recommended": best, "jobs": jobs,
+        "prunable": sum(prunable.parameter.numel() for prunable in prunables),
+        "passes": passes, "recommended": best, "jobs": jobs,
     }  # fmt: skip
     saved = record.save("probe", data, options, device)
     for job in todo.values():  # compile the kernels before anything is timed
@@ -118,17 +119,17 @@ def build(shape: dict[str, int], device: torch.device, seed: int = 0) -> nn.Modu
 @torch.no_grad()
 def make_dense(model: nn.Module, seed: int = 0) -> None:
     """Draw all prunable weights again, always the same ones."""
-    sites, _ = find_prunable(model)
-    draw = torch.Generator(sites[0].parameter.device).manual_seed(seed)
-    for site in sites:
-        site.parameter.normal_(0, DEVIATION, generator=draw)
+    prunables, _ = find_prunable(model)
+    draw = torch.Generator(prunables[0].parameter.device).manual_seed(seed)
+    for prunable in prunables:
+        prunable.parameter.normal_(0, DEVIATION, generator=draw)
 
 
 def time_passes(model: nn.Module, ids: Tensor, batch: int, again: bool) -> dict[str, Any]:
     """Time a few sequences forward and backward with gradients folded into a maximum; None where they do not fit.
     `again`: with activation checkpointing, which computes activations again."""
-    sites, _ = find_prunable(model)
-    blocks = find_blocks(model, ids[:1], standard_loss, sites) if again else []
+    prunables, _ = find_prunable(model)
+    blocks = find_blocks(model, ids[:1], standard_loss, prunables) if again else []
     some = list(ids[: 2 * batch].split(batch))
     how = GradientPass(plan=MemoryPlan(torch.bfloat16))
     device = device_of_model(model)
@@ -136,12 +137,12 @@ def time_passes(model: nn.Module, ids: Tensor, batch: int, again: bool) -> dict[
     found: dict[str, Any] = {"batch": batch, "again": again, "seconds": None, "seconds_per_sequence": None}
     try:
         with activation_checkpointing(blocks):
-            gather_gradients(model, some[:1], sites, {"gradient_max"}, how)  # warm
+            gather_gradients(model, some[:1], prunables, {"gradient_max"}, how)  # warm
             synchronize(device)
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()
-            gather_gradients(model, some, sites, {"gradient_max"}, how)
+            gather_gradients(model, some, prunables, {"gradient_max"}, how)
             synchronize(device)
             taken = time.perf_counter() - began
     except torch.OutOfMemoryError:
@@ -153,7 +154,7 @@ def time_passes(model: nn.Module, ids: Tensor, batch: int, again: bool) -> dict[
         "seconds_per_sequence": taken / count,
         "tokens_per_second": count * ids.shape[1] / taken,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-        "activation_bytes": activation_bytes(model, some[0], standard_loss, sites, blocks) if cuda else None,
+        "activation_bytes": activation_bytes(model, some[0], standard_loss, prunables, blocks) if cuda else None,
     }
 
 

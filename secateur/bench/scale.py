@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def shapes_of(weights: int) -> Iterator[tuple[int, int]]:
-    """The first so many weights of the Mistral-7B shape, in whole rows."""
+    """The shapes of the first `weights` of Mistral-7B, in whole rows."""
     for rows, width in MISTRAL_7B:
         taken = min(rows, weights // width)
         if taken:

@@ -45,8 +45,8 @@ def run(options: argparse.Namespace) -> int:
         write(options.json, found.to_json(record.about("compare", options, torch.device("cpu"))))
     if options.out:
         library("matplotlib", "The page", LAB_EXTRA)
-        from secateur.lab import plots
+        from secateur.lab.compare_page import render
 
-        write(options.out, plots.render(found))
+        write(options.out, render(found))
         print(f"\nPage: {options.out.resolve()}")
     return 0

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _for_other_programs(options: argparse.Namespace) -> list[str]:
-    """Build the model and write it; what came of it, in sentences."""
+    """Build the model and write it; the sizes, in sentences."""
     from secateur.inference.exporters import check_export, export_for
     from secateur.integrations.folder import load
 

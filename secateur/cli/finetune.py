@@ -27,6 +27,7 @@ from secateur.cli.options import (
     check_tracker,
     context_length,
     import_torch,
+    number,
     positive,
     training_on_cpu,
 )
@@ -110,23 +111,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < 10:
-        raise argparse.ArgumentTypeError(f"must be a positive number such as 1e-3, got {text!r}")
-    return rate
+    return number(text, lambda rate: 0 < rate < 10, "a positive number such as 1e-3")
 
 
 def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number above 0 and up to 1, got {text!r}")
-    return share
+    return number(text, lambda share: 0 < share <= 1, "a number above 0 and up to 1")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     import_torch()
     from secateur.bench.decode import Gains
     from secateur.model.inspect import inspect_tensors
-    from secateur.model.transfer import load_masks
+    from secateur.model.masks import load_masks
     from secateur.report import collapse, text_table
 
     folder = Path(options.model).expanduser()

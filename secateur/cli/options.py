@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import signal
 import textwrap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -64,15 +66,20 @@ def context_length(text: str) -> int:
     return tokens
 
 
+def number(text: str, fits: Callable[[float], bool], wanted: str) -> float:
+    """A number that fits; the error says what is wanted."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan  # true in no comparison
+    if not fits(found):
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
+    return found
+
+
 def seconds(text: str) -> float:
     """A number of seconds above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
-    return number
+    return number(text, lambda found: found > 0, "a number of seconds above 0")
 
 
 def demo_steps(text: str) -> int:

@@ -185,7 +185,7 @@ def _run_in(folder: Path, options: argparse.Namespace, work: Work, decides: bool
 
     from secateur.integrations.evaluation import check_context, task_for
     from secateur.integrations.folder import load, saved_bytes
-    from secateur.model.transfer import share_of_zeros
+    from secateur.model.masks import share_of_zeros
     from secateur.oneshot.batches import check_ids
     from secateur.progress import Stages
 
@@ -376,8 +376,8 @@ def _crossing(model: Any, batch: Any, device: str) -> Callable[[], AbstractConte
     from secateur.oneshot.batches import standard_loss
     from secateur.oneshot.offload import offload_for
 
-    sites, _ = find_prunable(model)
-    return offload_for(model, batch, standard_loss, sites, torch.device(device)).active
+    prunables, _ = find_prunable(model)
+    return offload_for(model, batch, standard_loss, prunables, torch.device(device)).active
 
 
 def _texts(options: argparse.Namespace, tokenizer: Any, kind: str, decides: bool) -> tuple[Tensor, Tensor, Tensor]:

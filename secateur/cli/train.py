@@ -92,9 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _train(experiment: Experiment, on_cpu: bool, options: argparse.Namespace) -> int:
-    from secateur.lab.checkpoint import RunFolder, check_place
-    from secateur.lab.page import render_run
-    from secateur.lab.run import run
+    from secateur.lab.run import PAGE, RunFolder, check_place, render_run, run
     from secateur.lab.trainer import Execution, ShowProgress, Trainer
 
     path = options.out or Path("runs") / name_of(experiment)
@@ -116,7 +114,7 @@ def _train(experiment: Experiment, on_cpu: bool, options: argparse.Namespace) ->
         print(f"Stopped after {summary['steps']} of {summary['asked_steps']} steps; the same command continues.")
     elif first:
         library("matplotlib", "The page of a run", LAB_EXTRA)
-        write(path / "report.html", render_run(path, name_of(experiment), summary))
+        write(path / PAGE, render_run(path, name_of(experiment), summary))
         print(finished_line(experiment, summary, path))
     return 0
 

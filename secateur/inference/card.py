@@ -97,8 +97,8 @@ def model_card(
     """The text of a README.md: what was pruned and how, sparsity, evaluation, command, and how to load it.
 
     `report` is what `sc.prune`, `sc.probe` or `pruner.report()` gave. `measures` are named figures of an evaluation,
-    after those that the report has. `base_model` is the dense model's name on the
-    hub; by default the name the model was loaded by, if that is one.
+    after those that the report has. `base_model` is the dense model's name on the hub; by default the name the model
+    was loaded by, if that is one.
     """
     config = getattr(model, "config", None)
     loaded_as = getattr(config, "name_or_path", None) or ""

@@ -29,7 +29,7 @@ from secateur.errors import HF_EXTRA, ModelError, library
 from secateur.files import read_json
 from secateur.inference import groups
 from secateur.inference.groups import Groups
-from secateur.model.transfer import MASKS
+from secateur.model.masks import MASKS
 from secateur.selection import masks
 
 # A file has the lowest version that can read it: 2 if it has groups or transposed weights.

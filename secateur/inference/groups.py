@@ -42,8 +42,9 @@ def stored_shape(rows: int, columns: int, groups: Groups) -> tuple[int, int]:
 
 
 def shortest(mask: Tensor, columns: int) -> Groups | None:
-    """The groups whose ranks take the fewest bytes, or None if the mask itself does. `mask` is as `masks.pack` made it,
-    of so many columns. A size of groups is given up at the first rows whose ranks would not be shorter."""
+    """The groups whose ranks take the fewest bytes, or None if the mask itself does. `mask` is what `masks.pack`
+    made of rows of `columns` weights. A size of groups is dropped at the first rows whose ranks would not be
+    shorter."""
     most = dict.fromkeys(SIZES, 0)  # ones in a group, by size
     for part in mask.split(_rows(columns)):
         for m in list(most):

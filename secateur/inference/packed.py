@@ -49,7 +49,7 @@ def packed_linear(
     bias: Tensor | None,
     columns: int,
 ) -> Tensor:
-    """x @ weight.T + bias for a packed weight of so many columns; `offsets` says where each row's values begin."""
+    """x @ weight.T + bias for a packed weight of `columns` inputs; `offsets` says where each row's values begin."""
     return KERNELS.get(x.device.type, plain)(x, values, mask, offsets, scale, bias, columns)
 
 
@@ -318,7 +318,7 @@ class LayerRow:
 
     @property
     def outcome(self) -> str:
-        """What became of it, in words."""
+        """Whether it was packed or left dense, in words."""
         if self.reason:
             return f"left dense: {self.reason}"
         return "packed" if self.speedup is None else f"packed, {self.speedup:.1f}x as fast"

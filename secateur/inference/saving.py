@@ -37,7 +37,7 @@ from secateur.inference.format import (
     write_weights,
 )
 from secateur.inference.packed import CHANGED, check_module, is_conv1d, linear_layers, pack, packed_layers, unpack
-from secateur.model.transfer import check_masks, save_masks
+from secateur.model.masks import check_masks, save_masks
 from secateur.oneshot.batches import is_out_of_memory, usable_device
 from secateur.report import Outcome, Report
 

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from secateur.errors import OptimizerError, StateError
-from secateur.integrations.pruner_files import PRUNER, read_pruner, restore, write_pruner
+from secateur.model.state import PRUNER, read_pruner, restore, write_pruner
 from secateur.pruner import Handles, Pruner
 
 __all__ = ["load_pruner", "prepare", "save_pruner"]

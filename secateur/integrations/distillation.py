@@ -73,7 +73,7 @@ def chunked_loss(
     mixture: Mixture,
     positions: int,
 ) -> Tensor:
-    """The summed loss of all rows, so many positions at a time; each chunk is computed again in the backward pass.
+    """The summed loss of all rows, `positions` of them at a time; each chunk is computed again in the backward pass.
 
     `head` turns rows [positions, width] into logits. Pass logits themselves with an identity where there is no head.
     """

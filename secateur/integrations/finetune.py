@@ -41,8 +41,8 @@ from secateur.integrations.finetune_checkpoints import (
 from secateur.integrations.finetune_data import Texts, Windows, read_texts
 from secateur.integrations.folder import load, save, saved_bytes
 from secateur.integrations.transformers import PrunerCallback
+from secateur.model.masks import load_masks, share_of_zeros
 from secateur.model.prunable import find_prunable
-from secateur.model.transfer import load_masks, share_of_zeros
 from secateur.oneshot.batches import check_ids
 from secateur.oneshot.prune import prune
 from secateur.progress import Stage, Stages

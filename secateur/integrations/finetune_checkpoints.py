@@ -59,7 +59,7 @@ def has_work(folder: Path) -> bool:
 
 
 def claim_plan(plan: Mapping[str, Any], folder: Path, main: bool) -> Path | None:
-    """The checkpoint to continue from. Refuses a folder in which another plan has got somewhere."""
+    """The checkpoint to continue from. Refuses a folder in which another plan has made progress."""
     mine = json.loads(json.dumps(plan))
     begun = mine
     if (folder / PLAN).exists():
@@ -98,8 +98,8 @@ def saying_if_full(folder: Path) -> Iterator[None]:
 
 
 def read_before(folder: Path, given: Mapping[str, str]) -> Before | None:
-    """What a run that began with the same contents found; None if none did. Refuses to continue one that got somewhere
-    with others."""
+    """What a run that began with the same contents found; None if there is none. Refuses one that made progress with
+    other contents."""
     if not (folder / BEFORE).exists():
         return None
     found = Before(**read_json(folder / BEFORE, dict, StateError, f"Remove {folder / BEFORE}, and run it again."))

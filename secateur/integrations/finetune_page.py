@@ -16,7 +16,7 @@ Points = Sequence[tuple[float, float]]
 
 BLUE = "#2563eb"
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 520, 250, 62, 16, 34, 14  # of a chart, and its margins
-TICKS = 4  # about so many steps between the numbers of an axis
+TICKS = 4  # intervals between the numbers of an axis, about
 
 
 def perplexities(history: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:

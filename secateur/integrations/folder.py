@@ -94,8 +94,8 @@ def unreachable() -> str | None:
 
 @contextmanager
 def offline_if_unreachable() -> Iterator[str | None]:
-    """Yields what `unreachable` says. If it is something, the hub's libraries are in offline mode for so long: they
-    look in their caches and give up at once."""
+    """Yields why the hub is unreachable, or None. If it is, its libraries are in offline mode inside: they look in
+    their caches and give up at once."""
     constants = library("huggingface_hub.constants", "The Hugging Face hub", HF_EXTRA)
     why, before = unreachable(), constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = before or why is not None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from secateur.errors import SecateurError, TextError, library, one_line
 from secateur.integrations.folder import offline_if_unreachable
-from secateur.integrations.pieces import BETWEEN, token_lists
+from secateur.integrations.tokenizing import BETWEEN, token_lists
 from secateur.oneshot.batches import is_out_of_memory
 
 SOURCES = "a file, FILE.jsonl[:FIELD], dataset:NAME[:CONFIG][:SPLIT] or builtin"

@@ -21,10 +21,10 @@ from secateur.errors import OptimizerError, StateError
 from secateur.integrations.distillation import DistillationTrainer
 from secateur.integrations.evaluation import lm_eval, perplexity
 from secateur.integrations.folder import load, save
-from secateur.integrations.pruner_files import PRUNER, check_zeros, read_pruner, restore, write_pruner
 from secateur.integrations.pruning import BEGIN, END, SHAPE, Pruning
+from secateur.model.masks import load_masks
 from secateur.model.prunable import Globs
-from secateur.model.transfer import load_masks
+from secateur.model.state import PRUNER, check_zeros, read_pruner, restore, write_pruner
 from secateur.pruner import Pruner
 from secateur.regrowth import DROP
 from secateur.report import Report

@@ -1,4 +1,4 @@
-"""A run's folder and its checkpoints: tensors as safetensors, everything else as JSON. Nothing is pickled.
+"""A run's checkpoints: tensors as safetensors, everything else as JSON. Nothing is pickled.
 
 `state.json` has the progress of the run and the names of its files. Each process writes its own random state. The first
 process writes weights and optimizer state; with a sharded model every process writes its shards. A run continues with
@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import LAB_EXTRA, SaveError, SecateurError, StateError, library
-from secateur.files import check_folder, clear, locked, read_json, write
-from secateur.lab.config import Experiment
-from secateur.lab.runs import CONFIG, METRICS, SUMMARY, measure_of, read_run
+from secateur.errors import LAB_EXTRA, SaveError, StateError, library
+from secateur.files import read_json, write
 from secateur.model.distributed import like, local, unwrap, whole
-from secateur.model.held import compact
 from secateur.model.prunable import plain_name
+from secateur.model.state import compact
 from secateur.oneshot.batches import is_out_of_memory
 from secateur.pruner import Pruner
 
@@ -244,127 +239,3 @@ def _restore_random(saved: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(saved["cpu"])
     if "cuda" in saved:
         torch.cuda.set_rng_state(saved["cuda"], "cuda")
-
-
-WEIGHTS = "model.safetensors"
-REPORT, GRADIENT, GPU = "report.json", "gradient.json", "gpu.json"
-LOCK = ".lock"
-ADVICE = "Restore a copy of it, or name another folder with --out."
-
-
-def check_place(path: Path) -> None:
-    """Raise if a run cannot use a folder: it is not writable, holds something else, or another process trains there.
-
-    Call it before reading data, which may take long.
-    """
-    check_folder(path, replaced=False)
-    others = [] if (path / CONFIG).exists() or not path.exists() else [one.name for one in path.iterdir()]
-    if any(name != LOCK and not name.startswith(f".{CONFIG}.") for name in others):  # what a killed run may leave
-        raise SecateurError(f"{path} exists already and holds no run. Name another folder with --out.")
-    first = os.environ.get("RANK", "0") == "0"  # the lock is held by the first process of this run
-    if first and (path / LOCK).exists():
-        with locked(path / LOCK, _busy(path)):
-            pass
-
-
-def _busy(path: Path) -> str:
-    return f"Another process is training in {path}. Wait for it, or name another folder with --out."
-
-
-class RunFolder:
-    """The folder of a run. One that holds another experiment is refused."""
-
-    def __init__(self, path: Path, experiment: Experiment, fingerprint: str) -> None:
-        self.path = path
-        config = asdict(experiment) | {"fingerprint": fingerprint}
-        config = json.loads(json.dumps(config))  # as it reads back: tuples become lists
-        if (path / CONFIG).exists():
-            found = read_json(path / CONFIG, dict, StateError, ADVICE)
-            if "fingerprint" not in found:
-                raise SecateurError(f"{path} exists already and holds no run. Name another folder with --out.")
-            # A setting that is none may be missing: the version that began the run did not have it.
-            differing = sorted(key for key in {*found, *config} if found.get(key) != config.get(key))
-            if differing:
-                raise SecateurError(
-                    f"{path} holds a run with other settings ({', '.join(differing)}). Name another folder with --out."
-                )
-        else:
-            check_place(path)
-            path.mkdir(parents=True, exist_ok=True)
-            write(path / CONFIG, json.dumps(config, indent=1) + "\n")
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Lock the folder against other processes, and remove what a killed one left half-written."""
-        with locked(self.path / LOCK, _busy(self.path)):
-            for name in (CHECKPOINT, BEST, CONFIG, METRICS, SUMMARY, REPORT, GRADIENT, GPU, "report.html"):
-                clear(self.path / name)
-            for name in (CHECKPOINT, BEST):  # left by a killed process; nobody else writes here now
-                (self.path / f".{name}.lock").unlink(missing_ok=True)
-            yield
-
-    @property
-    def finished(self) -> bool:
-        """Whether there is a summary. Raises if any file of the run is damaged."""
-        if not (self.path / SUMMARY).exists():
-            return False
-        run = read_run(self.path)
-        measure_of([run])
-        for name, kind in (REPORT, dict), (GRADIENT, list), (GPU, list):
-            if (self.path / name).exists() or (name == REPORT and run.summary.get("layers")):
-                read_json(self.path / name, kind, StateError, ADVICE)
-        if (self.path / BEST).exists():
-            self.check_best()
-        if (self.path / CHECKPOINT).exists():
-            check_checkpoint(self.path / CHECKPOINT)
-        return True
-
-    def check_best(self) -> None:
-        """Raise if the best weights are damaged."""
-        check_tensors(self.path / BEST / WEIGHTS)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes on disk."""
-        return sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
-
-    @property
-    def checkpoint(self) -> Path | None:
-        """The last checkpoint, or None."""
-        return self.path / CHECKPOINT if (self.path / CHECKPOINT).exists() else None
-
-    def forget_weights(self) -> None:
-        """Delete the weights of a finished run, but not its numbers."""
-        for name in (CHECKPOINT, BEST):
-            shutil.rmtree(self.path / name, ignore_errors=True)
-
-    def rewind(self, count: int) -> None:
-        """Keep the first `count` lines of metrics.jsonl, those up to the checkpoint. The steps after it will be taken
-        again, and the last line may be truncated."""
-        path = self.path / METRICS
-        try:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[:count] if path.exists() else []
-            found = [json.loads(line) for line in lines]
-        except (OSError, ValueError, RecursionError) as error:
-            raise StateError(f"{path} is damaged ({error}). {ADVICE}") from error
-        whole = [line for line in found if isinstance(line, dict) and type(line.get("step")) is int]
-        if len(whole) < count:
-            raise StateError(f"{path} is damaged: it has {len(whole)} of {count} lines. {ADVICE}")
-        write(path, "".join(line + "\n" for line in lines))
-
-    def note(self, numbers: Mapping[str, Any]) -> None:
-        """Append a line to metrics.jsonl."""
-        try:
-            with (self.path / METRICS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(numbers) + "\n")
-        except OSError as error:
-            raise SaveError(f"{self.path / METRICS} cannot be written ({error.strerror}).") from error
-
-    def finish(self, summary: Mapping[str, Any], report: str | None, extras: Mapping[str, Any]) -> None:
-        """Write the report, the non-empty `extras` by file name, and last the summary, which marks a finished run."""
-        for name, numbers in extras.items():
-            if numbers:
-                write(self.path / name, json.dumps(numbers) + "\n")
-        if report is not None:
-            write(self.path / REPORT, report + "\n")
-        write(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from secateur.lab.page import BLUE, GREEN, GREY, LEGEND_LETTERS, ORANGE, figure, legend_columns
+from secateur.lab.figures import BLUE, GREEN, GREY, LEGEND_LETTERS, ORANGE, figure, legend_columns
 from secateur.lab.runs import FinishedRun, Measure, Row, number
 from secateur.lab.statistics import exponential
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from secateur.errors import DataError, nearest
 from secateur.files import appearing, check_folder, check_room, claimed, existing_folder, read_json, write
 from secateur.integrations.folder import check_free
-from secateur.integrations.pieces import BETWEEN
 from secateur.integrations.text import VOCABULARY, read_documents, standard_library, stream_documents
+from secateur.integrations.tokenizing import BETWEEN
 from secateur.lab.encoding import (
     CODES,
     dtype_for,

@@ -20,8 +20,8 @@ from secateur.files import write
 from secateur.integrations.text import VOCABULARY, standard_library
 from secateur.lab.config import Experiment
 from secateur.lab.data import Tokens
+from secateur.lab.figures import COLUMN, WIDTH, block, document, figure, warning_box
 from secateur.lab.monitor import CpuLoad, LoadMeter, cpu_load, threads_for
-from secateur.lab.page import COLUMN, WIDTH, block, document, figure, warning_box
 from secateur.lab.trainer import Callback, Execution, ShowProgress, Trainer
 from secateur.pruner import Pruner
 from secateur.report import Report, heat_map, html_table, text_table

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from secateur.errors import LAB_EXTRA, DataError, SecateurError, library
 from secateur.files import existing_folder
-from secateur.integrations.pieces import BETWEEN, byte_lists, token_lists
+from secateur.integrations.tokenizing import BETWEEN, byte_lists, token_lists
 
 BYTES = 256  # kinds of tokens without a tokenizer
 CODES = {"uint16": "H", "uint32": "I"}  # type codes of Python's arrays
@@ -135,8 +135,8 @@ def encoded(documents: Iterable[str], encoder: Any, encoding: Encoding) -> Encod
 def encode_blocks(
     blocks: Iterable[tuple[Sequence[str], Place]], encoding: Encoding, workers: int
 ) -> Generator[tuple[Encoded, Place], None, None]:
-    """Blocks of documents as tokens, in their order, by so many processes; one works in this process. What is beside a
-    block is passed through. At most AHEAD blocks for each worker are in memory."""
+    """Tokenize blocks of documents in `workers` processes (1: in this one), and yield them in their order, each with
+    the place that came with it. At most AHEAD blocks for each worker are in memory."""
     if workers == 1:
         encoder = _from_text(encoding.tokenizer)
         for documents, place in blocks:

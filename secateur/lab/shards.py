@@ -65,7 +65,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class Job:
-    """What determines the tokens of an unfinished folder. Not how many are asked for: more continue fewer."""
+    """What determines the tokens of an unfinished folder. How many are asked for does not: more continue fewer."""
 
     source: str
     column: str
@@ -230,7 +230,7 @@ def prepare_stream(
 ) -> dict[str, Any]:
     """Stream a dataset into a folder of token shards; returns what is in meta.json. The caller holds the folder.
 
-    `tokens` ends it at exactly so many, training and held-out together; None takes the whole dataset.
+    It ends after exactly `tokens`, training and held-out together; None takes the whole dataset.
     """
     encoder = read_tokenizer(tokenizer)
     size = vocabulary_of(encoder)

@@ -25,12 +25,11 @@ import torch
 
 from secateur.errors import SecateurError, library, nearest, one_line
 from secateur.files import check_folder, check_room, folder_name, write
-from secateur.lab.checkpoint import RunFolder, check_place
 from secateur.lab.compare import compare
 from secateur.lab.config import DEFAULTS, Experiment, merge, without_idle
 from secateur.lab.data import load
 from secateur.lab.encoding import end_with_parent
-from secateur.lab.run import run
+from secateur.lab.run import RunFolder, check_place, run
 from secateur.lab.runs import (
     CONFIG,
     METRICS,

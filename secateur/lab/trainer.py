@@ -20,14 +20,14 @@ from torch.nn import functional
 
 from secateur.errors import LAB_EXTRA, SecateurError, library
 from secateur.files import PAGE, appearing
-from secateur.lab.checkpoint import CHECKPOINT, Checkpoint, Progress, RunFolder
+from secateur.lab.checkpoint import CHECKPOINT, Checkpoint, Progress
 from secateur.lab.config import OPTIMIZERS, Experiment, without_idle
 from secateur.lab.data import Images, Tokens, load
 from secateur.lab.models import image_model, is_language_model, language_model, predict, seeded, size_of
 from secateur.lab.monitor import Stopwatch
 from secateur.model.distributed import local, unwrap
-from secateur.model.held import rounding
 from secateur.model.prunable import find_prunable, unfit_for
+from secateur.model.state import rounding
 from secateur.progress import ProgressBar
 from secateur.selection.tiles import parse_pattern
 
@@ -285,13 +285,13 @@ class Trainer:
                 if number % world == mine:
                     yield inputs.to(self.accelerator.device), targets.to(self.accelerator.device)
 
-    def save(self, folder: RunFolder) -> None:
-        """Replace the checkpoint atomically."""
+    def save(self, folder: Path) -> None:
+        """Replace the checkpoint in the folder of a run atomically."""
         utils = library("accelerate.utils", "Training", LAB_EXTRA)
         if self.scaler is not None:
             state = self.scaler.state_dict()
             self.progress.scale, self.progress.growth = state["scale"], state["_growth_tracker"]
-        with appearing(folder.path / CHECKPOINT) if self.accelerator.is_main_process else nullcontext() as fresh:
+        with appearing(folder / CHECKPOINT) if self.accelerator.is_main_process else nullcontext() as fresh:
             where = Path(utils.broadcast_object_list([str(fresh)])[0])
             kept = Checkpoint(where, self.accelerator.process_index, self.sharded)
             kept.save(self.model, self.optimizer.optimizer, self.pruner, self.progress)

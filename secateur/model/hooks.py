@@ -13,8 +13,7 @@ from torch import Tensor
 from secateur.errors import OptimizerError, StateError
 from secateur.model.distributed import local
 from secateur.model.facts import Facts, was_skipped
-from secateur.model.held import Held
-from secateur.model.transfer import SPARSE
+from secateur.model.masks import SPARSE, Held
 from secateur.schedules import Clock
 
 CHECKED = 8  # times that the order of the loop is checked, which does not change later

@@ -64,7 +64,7 @@ MOST_RANGES = 64  # parts of one weight for which X^T X is kept
 
 
 class Place(NamedTuple):
-    """The matrices of a weight that inputs belong to, `first` up to `end` of so many.
+    """The matrices of a weight that inputs belong to: from `first` up to `end`, out of `matrices`.
 
     A stacked weight has a matrix for each expert, a convolution one for each group. A weight that is called by ranges
     of its rows, as cross-attention calls the in_proj_weight of nn.MultiheadAttention, has matrices of equal size whose
@@ -88,9 +88,9 @@ class InputStatistics(TorchFunctionMode):
     totals by `finish_batch`, so that ranks add theirs in batch order.
     """
 
-    def __init__(self, sites: Sequence[Prunable], products: bool = False) -> None:
+    def __init__(self, prunables: Sequence[Prunable], products: bool = False) -> None:
         super().__init__()
-        self.watch(sites)
+        self.watch(prunables)
         self._products = products
         self._padding: Padding = {}
         self._indexed: Padding = {}  # of the rows that were last indexed, which are not padding
@@ -101,9 +101,9 @@ class InputStatistics(TorchFunctionMode):
         self._totals = {"squares": self.squares, "tokens": self.tokens, "products": self.products}
         self._sums: dict[tuple[str, str], Tensor] = {}  # of the current batch, by kind and weight
 
-    def watch(self, sites: Sequence[Prunable]) -> None:
+    def watch(self, prunables: Sequence[Prunable]) -> None:
         """Record the inputs of these weights from now on."""
-        self._watched = list(sites)
+        self._watched = list(prunables)
         self._index()
 
     def start_batch(self, padding: Padding) -> None:
@@ -112,7 +112,7 @@ class InputStatistics(TorchFunctionMode):
 
     def finish_batch(self, ranks: Ranks, device: torch.device) -> None:
         """Add the sums of this batch to the totals, and those of the other ranks' batches."""
-        keys = [(kind, site.name) for kind in self._totals for site in self._watched]
+        keys = [(kind, prunable.name) for kind in self._totals for prunable in self._watched]
         sums = [(number, self._sums[key]) for number, key in enumerate(keys) if key in self._sums]
         self._sums = {}
 
@@ -130,14 +130,14 @@ class InputStatistics(TorchFunctionMode):
 
     def _on_any_rank(self, ranks: Ranks, names: Collection[str]) -> set[str]:
         """Weights that are among these names on any rank."""
-        found = ranks.tell("sites", [number for number, site in enumerate(self._watched) if site.name in names])
+        found = ranks.tell("names", [number for number, one in enumerate(self._watched) if one.name in names])
         return {self._watched[number].name for row in found for number in row}
 
     def _index(self) -> None:
         """Index weights by the address of their storage, which several may share."""
-        self._sites: dict[int, list[Prunable]] = {}
-        for site in self._watched:
-            self._sites.setdefault(site.parameter.untyped_storage().data_ptr(), []).append(site)
+        self._prunables: dict[int, list[Prunable]] = {}
+        for prunable in self._watched:
+            self._prunables.setdefault(prunable.parameter.untyped_storage().data_ptr(), []).append(prunable)
 
     def __enter__(self) -> Any:
         self._index()  # weights may have moved since
@@ -150,9 +150,9 @@ class InputStatistics(TorchFunctionMode):
             self.add_product(func, *(tensors[place] for place in PRODUCTS[func]))
         elif func in CONVOLUTIONS:
             named = dict(zip(CONVOLUTION_NAMES, args, strict=False)) | kwargs
-            if (site := self._site(named["weight"])) is not None:
+            if (prunable := self._prunable(named["weight"])) is not None:
                 patches = _patches(named)
-                self.add(site, Place(0, len(patches), len(patches)), patches)
+                self.add(prunable, Place(0, len(patches), len(patches)), patches)
         elif func in INDEXING and self._padding:
             self._follow_indexing(*args, **kwargs)
         if len(self.touched) < len(self._watched) and getattr(func, "__name__", "") not in METADATA:
@@ -173,36 +173,36 @@ class InputStatistics(TorchFunctionMode):
 
     def _touch(self, arguments: Sequence[Any]) -> None:
         flat = [t for value in arguments for t in (value if isinstance(value, tuple | list) else [value])]
-        self.touched |= {site.name for tensor in flat if (site := self._site(tensor)) is not None}
+        self.touched |= {prunable.name for tensor in flat if (prunable := self._prunable(tensor)) is not None}
 
-    def _site(self, weight: Any) -> Prunable | None:
+    def _prunable(self, weight: Any) -> Prunable | None:
         if not isinstance(weight, Tensor):
             return None
         weight = getattr(weight, "offloaded_from", weight)  # set on copies that block offload makes
-        candidates = self._sites.get(_storage(weight), ())
-        offsets = ((site, weight.storage_offset() - site.parameter.storage_offset()) for site in candidates)
-        return next((site for site, offset in offsets if 0 <= offset < site.parameter.numel()), None)
+        candidates = self._prunables.get(_storage(weight), ())
+        offsets = ((prunable, weight.storage_offset() - prunable.parameter.storage_offset()) for prunable in candidates)
+        return next((prunable for prunable, offset in offsets if 0 <= offset < prunable.parameter.numel()), None)
 
     def add_product(self, func: Any, left: Tensor, right: Tensor) -> None:
         """Record a matmul if a prunable weight, or some of its experts, is one of its factors."""
-        if (site := self._site(right)) is not None and right.ndim > 1:
-            self._add_inputs(site, left, right, -1 if func in LINEAR else -2)
-        elif (site := self._site(left)) is not None and left.ndim > 1 and func not in LINEAR:
-            self._add_inputs(site, right.mT if right.ndim > 1 else right, left, -1)
+        if (prunable := self._prunable(right)) is not None and right.ndim > 1:
+            self._add_inputs(prunable, left, right, -1 if func in LINEAR else -2)
+        elif (prunable := self._prunable(left)) is not None and left.ndim > 1 and func not in LINEAR:
+            self._add_inputs(prunable, right.mT if right.ndim > 1 else right, left, -1)
 
-    def _add_inputs(self, site: Prunable, inputs: Tensor, weight: Tensor, contracted: int) -> None:
+    def _add_inputs(self, prunable: Prunable, inputs: Tensor, weight: Tensor, contracted: int) -> None:
         """Record inputs whose last dimension is contracted with this dimension of the weight."""
-        stacked, width = len(site.layout.rows) > 1, site.parameter.shape[site.layout.inputs]
-        square = width == site.parameter.shape[site.layout.rows[-1]] > 1
-        transposed = square and weight.stride(contracted) != site.parameter.stride(site.layout.inputs)
+        stacked, width = len(prunable.layout.rows) > 1, prunable.parameter.shape[prunable.layout.inputs]
+        square = width == prunable.parameter.shape[prunable.layout.rows[-1]] > 1
+        transposed = square and weight.stride(contracted) != prunable.parameter.stride(prunable.layout.inputs)
         if inputs.shape[-1] != width or transposed:
             raise FactError(
-                f"{site.name!r} is multiplied with {inputs.shape[-1]} features along its output dimension, not with its"
-                f" {width} inputs. Leave it out with skip=..., or use a score that reads gradients."
+                f"{prunable.name!r} is multiplied with {inputs.shape[-1]} features along its output dimension, not with"
+                f" its {width} inputs. Leave it out with skip=..., or use a score that reads gradients."
             )
-        place = _place_of(site, weight, contracted)
-        inputs = self._without_padding(site, inputs.detach(), place)
-        self.add(site, place, inputs.reshape(len(weight) if stacked and weight.ndim == 3 else 1, -1, width))
+        place = _place_of(prunable, weight, contracted)
+        inputs = self._without_padding(prunable, inputs.detach(), place)
+        self.add(prunable, place, inputs.reshape(len(weight) if stacked and weight.ndim == 3 else 1, -1, width))
 
     def _follow_indexing(self, source: Any, *args: Any, **kwargs: Any) -> None:
         """Remember which of the rows that an expert gets from `[batch x positions, features]` are not padding."""
@@ -212,9 +212,10 @@ class InputStatistics(TorchFunctionMode):
         if masks and len(rows) == 1 and source.ndim == 2:
             self._indexed = {name: mask.flatten()[rows[0]] for name, mask in masks.items()}
 
-    def _without_padding(self, site: Prunable, inputs: Tensor, place: Place) -> Tensor:
+    def _without_padding(self, prunable: Prunable, inputs: Tensor, place: Place) -> Tensor:
         """The inputs without padded positions; all of them if they are not laid out like the batch."""
-        order = (INPUT, DECODER) if reads_input(site.name, place) else (DECODER, INPUT)  # the second if it alone fits
+        # The second one only if it alone fits.
+        order = (INPUT, DECODER) if reads_input(prunable.name, place) else (DECODER, INPUT)
         for mask in (self._padding[name] for name in order if name in self._padding):
             if inputs.ndim > 2 and inputs.shape[:2] == mask.shape:
                 return inputs[mask]
@@ -225,29 +226,29 @@ class InputStatistics(TorchFunctionMode):
                 return inputs[rows]
         return inputs
 
-    def add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
+    def add(self, prunable: Prunable, place: Place, inputs: Tensor) -> None:
         """Add inputs in the dtype of the product (autocast rounds them first), with sums in fp32."""
         kind = inputs.device.type
         if torch.is_autocast_enabled(kind):
             inputs = inputs.to(torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
-            self._add(site, place, inputs)
+            self._add(prunable, place, inputs)
 
-    def _add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
+    def _add(self, prunable: Prunable, place: Place, inputs: Tensor) -> None:
         """Add inputs `[matrices, tokens, features]` to the matrices of a weight; those of one to all in its place."""
-        self._count(site, place, inputs)
-        self._sum("squares", site, place, inputs.float().square().sum(1))
+        self._count(prunable, place, inputs)
+        self._sum("squares", prunable, place, inputs.float().square().sum(1))
         if self._products:
-            _check_ranges(site, place)
-            self._sum("products", site, place, product_of(inputs, inputs))
+            _check_ranges(prunable, place)
+            self._sum("products", prunable, place, product_of(inputs, inputs))
 
-    def _count(self, site: Prunable, place: Place, inputs: Tensor) -> None:
+    def _count(self, prunable: Prunable, place: Place, inputs: Tensor) -> None:
         tokens = torch.full((len(inputs),), inputs.shape[1], dtype=torch.int64, device=inputs.device)
-        self._sum("tokens", site, place, tokens)
+        self._sum("tokens", prunable, place, tokens)
 
-    def _sum(self, kind: str, site: Prunable, place: Place, value: Tensor) -> None:
+    def _sum(self, kind: str, prunable: Prunable, place: Place, value: Tensor) -> None:
         """Add to this batch's sum for the matrices in this place."""
-        key = kind, site.name
+        key = kind, prunable.name
         total = self._sums.get(key)
         if total is not None and len(total) == place.matrices:
             total[place.first : place.end] += value
@@ -258,25 +259,25 @@ class InputStatistics(TorchFunctionMode):
             value[place.first : place.end] += part
         self._sums[key] = _added(total, value)
 
-    def reached(self, site: Prunable) -> Tensor:
+    def reached(self, prunable: Prunable) -> Tensor:
         """For each expert of a stacked weight, or once for any other weight, whether there were inputs; True if it
         computed in a way that hides them."""
-        stacked = len(site.layout.rows) > 1
-        if site.name not in self.tokens:
-            matrices = site.parameter.shape[0] if stacked else 1
-            return torch.full((matrices,), site.name in self.touched, device=site.parameter.device)
-        found = self.tokens[site.name] > 0
+        stacked = len(prunable.layout.rows) > 1
+        if prunable.name not in self.tokens:
+            matrices = prunable.parameter.shape[0] if stacked else 1
+            return torch.full((matrices,), prunable.name in self.touched, device=prunable.parameter.device)
+        found = self.tokens[prunable.name] > 0
         return found if stacked else found.any(0, keepdim=True)
 
-    def norms(self, site: Prunable) -> Tensor:
+    def norms(self, prunable: Prunable) -> Tensor:
         """Norms of input features, expanded to the shape of the weight; zero if there were no inputs."""
-        shape = site.parameter.shape
-        if site.name not in self.squares:
-            return torch.zeros((), dtype=torch.float32, device=site.parameter.device).expand(shape)
-        root = self.squares[site.name].sqrt()
-        if len(site.layout.rows) > 1:
-            return root.unsqueeze(1 if site.layout.inputs == 2 else 2).expand(shape)
-        if site.layout.inputs == 0:
+        shape = prunable.parameter.shape
+        if prunable.name not in self.squares:
+            return torch.zeros((), dtype=torch.float32, device=prunable.parameter.device).expand(shape)
+        root = self.squares[prunable.name].sqrt()
+        if len(prunable.layout.rows) > 1:
+            return root.unsqueeze(1 if prunable.layout.inputs == 2 else 2).expand(shape)
+        if prunable.layout.inputs == 0:
             return root.t().repeat_interleave(shape[1] // len(root), 1) if len(root) > 1 else root.t().expand(shape)
         grouped = root.view(len(root), 1, *shape[1:]).expand(len(root), shape[0] // len(root), *shape[1:])
         return grouped.reshape(shape) if len(root) > 1 else grouped[0].expand(shape)
@@ -285,8 +286,8 @@ class InputStatistics(TorchFunctionMode):
 class InputCounts(InputStatistics):
     """Counts the inputs of each matrix, and nothing else."""
 
-    def _add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
-        self._count(site, place, inputs)
+    def _add(self, prunable: Prunable, place: Place, inputs: Tensor) -> None:
+        self._count(prunable, place, inputs)
 
 
 class ForwardDone(Exception):  # noqa: N818 - control flow, not an error
@@ -296,19 +297,19 @@ class ForwardDone(Exception):  # noqa: N818 - control flow, not an error
 class InputRecorder(InputStatistics):
     """Keeps the inputs themselves, in the order of the calls."""
 
-    def __init__(self, sites: Sequence[Prunable]) -> None:
-        super().__init__(sites)
+    def __init__(self, prunables: Sequence[Prunable]) -> None:
+        super().__init__(prunables)
         self.calls: Calls = {}
 
-    def _add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
-        self.calls.setdefault(site.name, []).append((place, inputs.clone()))
+    def _add(self, prunable: Prunable, place: Place, inputs: Tensor) -> None:
+        self.calls.setdefault(prunable.name, []).append((place, inputs.clone()))
 
 
 class PairedInputs(InputStatistics):
     """X^T X of some weights, and Z^T X with the inputs Z that the dense model has in the same calls."""
 
-    def __init__(self, sites: Sequence[Prunable]) -> None:
-        super().__init__(sites, products=True)
+    def __init__(self, prunables: Sequence[Prunable]) -> None:
+        super().__init__(prunables, products=True)
         self.crosses: dict[str, Tensor] = {}
         self._totals["crosses"] = self.crosses
         self.unpaired: set[str] = set()  # called in another way than in the dense model, as experts are
@@ -318,18 +319,18 @@ class PairedInputs(InputStatistics):
 
     def expect(self, dense: Calls) -> None:
         """Set the dense model's inputs for the next batch; once all are paired the forward pass may end."""
-        self._expected = {site.name: list(dense.get(site.name, ())) for site in self._watched}
+        self._expected = {prunable.name: list(dense.get(prunable.name, ())) for prunable in self._watched}
         self._left, self._batch_unpaired = sum(map(len, self._expected.values())), False
 
-    def _add(self, site: Prunable, place: Place, inputs: Tensor) -> None:
-        super()._add(site, place, inputs)
-        waiting = self._expected.get(site.name)
+    def _add(self, prunable: Prunable, place: Place, inputs: Tensor) -> None:
+        super()._add(prunable, place, inputs)
+        waiting = self._expected.get(prunable.name)
         there, other = waiting.pop(0) if waiting else (None, inputs)
-        if there != place or other.shape != inputs.shape or len(site.layout.rows) > 1:
-            self.unpaired.add(site.name)
+        if there != place or other.shape != inputs.shape or len(prunable.layout.rows) > 1:
+            self.unpaired.add(prunable.name)
             self._batch_unpaired = True
         else:
-            self._sum("crosses", site, place, product_of(other, inputs))
+            self._sum("crosses", prunable, place, product_of(other, inputs))
         self._left -= 1
         if self._left == 0 and not self._batch_unpaired:  # decided per batch: ranks do not see each other's
             raise ForwardDone
@@ -346,11 +347,11 @@ def reads_input(name: str, place: Place) -> bool:
     return not DECODER_WEIGHT.search(name) or bool(CROSS_ATTENTION.search(name))
 
 
-def _place_of(site: Prunable, weight: Tensor, contracted: int) -> Place:
+def _place_of(prunable: Prunable, weight: Tensor, contracted: int) -> Place:
     """Which matrices of a weight this view of it is; `contracted` is the view's dimension of inputs."""
-    parameter, outputs = site.parameter, site.layout.rows[-1]
+    parameter, outputs = prunable.parameter, prunable.layout.rows[-1]
     offset = weight.storage_offset() - parameter.storage_offset()
-    if len(site.layout.rows) > 1:
+    if len(prunable.layout.rows) > 1:
         first = 0 if weight.ndim == 3 else offset // parameter.stride(0)
         return Place(first, first + (len(weight) if weight.ndim == 3 else 1), len(parameter))
     free = -3 - contracted  # the other one of the last two dimensions
@@ -363,11 +364,11 @@ def _place_of(site: Prunable, weight: Tensor, contracted: int) -> Place:
     return Place(first // size, (first + count) // size, rows // size)
 
 
-def _check_ranges(site: Prunable, place: Place) -> None:
+def _check_ranges(prunable: Prunable, place: Place) -> None:
     """Refuse ranges of rows whose common size is so small that X^T X of each would not fit in memory."""
-    if place.matrices > MOST_RANGES and place.end - place.first < place.matrices and len(site.layout.rows) == 1:
+    if place.matrices > MOST_RANGES and place.end - place.first < place.matrices and len(prunable.layout.rows) == 1:
         raise FactError(
-            f"{site.name!r} is multiplied by ranges of its rows, which make {place.matrices:,} parts of equal size:"
+            f"{prunable.name!r} is multiplied by ranges of its rows, which make {place.matrices:,} parts of equal size:"
             f" X^T X is kept for {MOST_RANGES} at most. Leave it out with skip=..., or prune without reconstruction."
         )
 
@@ -455,11 +456,11 @@ def gather_inputs(
     statistics.sync(ranks)
 
 
-def check_seen(statistics: InputStatistics, sites: Collection[Prunable]) -> None:
+def check_seen(statistics: InputStatistics, prunables: Collection[Prunable]) -> None:
     """Refuse weights that took part in a computation without a matmul or convolution that shows their inputs, and
     inputs that are not all finite."""
     squares, touched = statistics.squares, statistics.touched
-    hidden = [site.name for site in sites if site.name not in squares and site.name in touched]
+    hidden = [prunable.name for prunable in prunables if prunable.name not in squares and prunable.name in touched]
     if hidden:
         raise FactError(
             f"The inputs of {', '.join(map(repr, hidden[:3]))} cannot be seen: they are used, but in no matmul or"

@@ -40,7 +40,7 @@ def find_blocks(
     model: nn.Module,
     batch: Batch,
     forward: Forward,
-    sites: Sequence[Prunable],
+    prunables: Sequence[Prunable],
     around: Callable[[Sequence[nn.Module]], AbstractContextManager[None]] = lambda _: nullcontext(),
     device: torch.device | None = None,
 ) -> list[nn.Module]:
@@ -48,7 +48,7 @@ def find_blocks(
 
     `around` is a context manager in which each candidate list is tried.
     """
-    sizes = {id(site.parameter): site.parameter.numel() for site in sites}
+    sizes = {id(prunable.parameter): prunable.parameter.numel() for prunable in prunables}
 
     def weights_in(module: nn.Module) -> int:
         return sum(sizes.get(id(p), 0) for p in module.parameters())
@@ -248,23 +248,23 @@ class HiddenStates:
         self._lengths: dict[int, int] = {}  # 0 if a block returns a tensor, or the length of (state, None, ...)
         self._skippable: dict[int, bool] = {}  # whether the loss stays the same without the blocks before this one
 
-    def first_block(self, sites: Sequence[Prunable]) -> int:
+    def first_block(self, prunables: Sequence[Prunable]) -> int:
         """The number of the first block that has one of these weights; 0 if one lies outside of all blocks."""
-        return min((self._block_of(site) for site in sites), default=0)
+        return min((self._block_of(prunable) for prunable in prunables), default=0)
 
-    def _block_of(self, site: Prunable) -> int:
-        return next((n for n, inside in enumerate(self._parameters) if id(site.parameter) in inside), 0)
+    def _block_of(self, prunable: Prunable) -> int:
+        return next((n for n, inside in enumerate(self._parameters) if id(prunable.parameter) in inside), 0)
 
-    def invalidate(self, sites: Sequence[Prunable]) -> None:
+    def invalidate(self, prunables: Sequence[Prunable]) -> None:
         """Drop the states after these weights, which have changed."""
-        first = self.first_block(sites)
+        first = self.first_block(prunables)
         self._states = {number: states for number, states in self._states.items() if number <= first}
 
     @contextmanager
-    def from_cache(self, sites: Sequence[Prunable]) -> Iterator[None]:
+    def from_cache(self, prunables: Sequence[Prunable]) -> Iterator[None]:
         """Inside, run every batch once, in order: blocks before these weights are skipped if the cache has the state
         that follows them. Otherwise they run, and the cache is filled."""
-        number = self.first_block(sites)
+        number = self.first_block(prunables)
         if number and number not in self._skippable:
             self._decide(number)
         if number == 0 or self._skippable.get(number) is False:

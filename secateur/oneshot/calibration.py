@@ -17,7 +17,7 @@ from secateur import kernels
 from secateur.errors import FactError, ScheduleError
 from secateur.model.distributed import Gathered, fingerprint, ranks_of, reshard, unwrap
 from secateur.model.facts import check_needs, least_spared, spared_share, target_of
-from secateur.model.held import Held, Masks
+from secateur.model.masks import Held, Masks
 from secateur.model.prunable import (
     Globs,
     Prunable,
@@ -112,8 +112,8 @@ class CalibratedModel:
         self._own_buffers: list[tuple[Tensor, Tensor]] = []  # buffers and their values, while the first rank's are used
         try:
             self.memory = None if settings.memory is None else as_bytes(settings.memory)
-            self.sites, self.left_out = find_also_frozen(self.model, settings.skip, settings.only, settings.unfit)
-            if not self.sites:
+            self.prunables, self.left_out = find_also_frozen(self.model, settings.skip, settings.only, settings.unfit)
+            if not self.prunables:
                 raise nothing_to_prune(self.model, self.left_out)
             self.notes: dict[str, str] = {}  # by topic, for the report
             self._take_batches(batches, settings.limit)
@@ -142,7 +142,7 @@ class CalibratedModel:
             "Give every rank the same batches in the same order: each then works on its own share of them. (A loader"
             " with a DistributedSampler, or one that shuffles by another seed, gives each rank others.)",
         )
-        names = [zlib.crc32(site.name.encode()) for site in self.sites]
+        names = [zlib.crc32(prunable.name.encode()) for prunable in self.prunables]
         weights = fingerprint(self.model.parameters())
         self.ranks.same("The weights", [*names, weights], "Load the same model on every rank.")
         buffers = list(self.model.buffers())
@@ -173,7 +173,7 @@ class CalibratedModel:
             raise FactError(f"loss must be a function of model and batch; got {settings.loss!r}.")
         self.loss = settings.loss or standard_loss
         self.forward = settings.loss or run_model  # without gradients, labels are not needed either
-        fp32 = {site.parameter.dtype for site in self.sites} == {torch.float32}
+        fp32 = {prunable.parameter.dtype for prunable in self.prunables} == {torch.float32}
         wanted = settings.autocast and settings.loss is None and fp32
         self.autocast = wanted and computes_bf16(self.device)
         if self.autocast:
@@ -185,19 +185,19 @@ class CalibratedModel:
         self.copies = 1  # of the statistics of one gradient pass that exist at the same time
         self._plans: dict[tuple[int, int, int], MemoryPlan] = {}
         self._bytes_sent = 0  # up to the last update
-        self._cuts: list[float | None] = [None] * len(self.sites)
-        self._churn = [0] * len(self.sites)
+        self._cuts: list[float | None] = [None] * len(self.prunables)
+        self._churn = [0] * len(self.prunables)
         self._removed: list[tuple[Tensor, Tensor, Tensor]] | None = None  # weights, which were pruned, their values
         self._reached: dict[str, Tensor] = {}
         self._idle: dict[str, int] = {}  # weights with inputs but without gradients, by name
-        self.held = Held([site.parameter.detach() for site in self.sites], self.sites)
-        counts = [int(site.parameter.detach().count_nonzero()) for site in self.sites]
-        self._pruned_before = [site.parameter.numel() - n for site, n in zip(self.sites, counts, strict=True)]
+        self.held = Held([prunable.parameter.detach() for prunable in self.prunables], self.prunables)
+        counts = [int(prunable.parameter.detach().count_nonzero()) for prunable in self.prunables]
+        self._pruned_before = [one.parameter.numel() - n for one, n in zip(self.prunables, counts, strict=True)]
         if not sum(self._pruned_before):
             return
         masks = []
-        for site in self.sites:  # one by one: bool masks of all weights would take too much memory
-            alive = (site.parameter.detach() != 0).reshape(-1)
+        for prunable in self.prunables:  # one by one: bool masks of all weights would take too much memory
+            alive = (prunable.parameter.detach() != 0).reshape(-1)
             masks.append(to_bits(alive) if self.held.packed else alive)
         self.held.take(masks, counts)
         zeros = f"{sum(self._pruned_before):,} weights ({self.sparsity:.1%})"
@@ -212,7 +212,7 @@ class CalibratedModel:
             return
         try:
             if self.ranks.size > 1:
-                weights = fingerprint(site.parameter for site in self.sites)
+                weights = fingerprint(prunable.parameter for prunable in self.prunables)
                 self.ranks.same("The pruned weights", [weights], "All ranks need the same hardware and settings.")
             self._close(keep=True)
         except BaseException as late:
@@ -240,43 +240,46 @@ class CalibratedModel:
         step = torch.tensor(float(len(self.batches)), dtype=torch.float64)
         fixed = {"step": step, "beta1": 0.0, "beta2": 0.0, "index": None}  # without a horizon to correct for
         found: FactTable = {
-            site.name: {"weight": site.parameter.detach(), **{k: v for k, v in fixed.items() if k in wanted}}
-            for site in self.sites
+            prunable.name: {"weight": prunable.parameter.detach(), **{k: v for k, v in fixed.items() if k in wanted}}
+            for prunable in self.prunables
         }
-        inputs = InputStatistics(self.sites) if "input_norm" in wanted else None
+        inputs = InputStatistics(self.prunables) if "input_norm" in wanted else None
         if gradients := wanted & GRADIENT_FACTS.keys():
             for name, facts in self.gradients(gradients, inputs=inputs).items():
                 found[name] |= facts
         elif inputs is not None:
             self._gather_inputs(inputs)
         if inputs is not None:
-            check_seen(inputs, self.sites)
-            for site in self.sites:
-                found[site.name] |= {"input_norm": inputs.norms(site), "reached": inputs.reached(site)}
+            check_seen(inputs, self.prunables)
+            for prunable in self.prunables:
+                found[prunable.name] |= {"input_norm": inputs.norms(prunable), "reached": inputs.reached(prunable)}
         return found
 
     def gradients(
-        self, wanted: Collection[str], sites: Sequence[Prunable] | None = None, inputs: InputStatistics | None = None
+        self,
+        wanted: Collection[str],
+        prunables: Sequence[Prunable] | None = None,
+        inputs: InputStatistics | None = None,
     ) -> Mapping[str, dict[str, Tensor]]:
         """Gradient statistics of all weights or of some; can record inputs in the same pass."""
-        sites = self.sites if sites is None else sites
-        every, plan = len(sites) == len(self.sites), self.memory_plan(sites, len(wanted))
+        prunables = self.prunables if prunables is None else prunables
+        every, plan = len(prunables) == len(self.prunables), self.memory_plan(prunables, len(wanted))
         checkpointing = activation_checkpointing(self.blocks) if plan.checkpointing else nullcontext()
         # Inputs are matched to weights by address, so weights must not move while inputs are recorded.
         bf16 = self.autocast and inputs is None and self.offload is None
-        cached = nullcontext() if every else self.hidden_states.from_cache(sites)
+        cached = nullcontext() if every else self.hidden_states.from_cache(prunables)
         with self.stages.stage("gradients", self.turns) as tick, self.on_device(), checkpointing, cached:
             how = GradientPass(
                 loss=self.loss, plan=plan, offload=self.offload, bf16=bf16, inputs=inputs, check_loss=every, tick=tick,
                 ranks=self.ranks,
             )  # fmt: skip
-            return gather_gradients(self.model, self.batches, sites, wanted, how)
+            return gather_gradients(self.model, self.batches, prunables, wanted, how)
 
     def _gather_inputs(self, statistics: InputStatistics) -> None:
         with self.on_device(), self.stages.stage("inputs", self.turns) as tick:
             gather_inputs(self.model, self.batches, statistics, self.forward, self.device, tick, self.ranks)
 
-    def reached(self, site: Prunable, facts: Mapping[str, Any]) -> Tensor:
+    def reached(self, prunable: Prunable, facts: Mapping[str, Any]) -> Tensor:
         """For each matrix of a weight (every expert is one), whether inputs reached it in any batch.
 
         A nonzero gradient shows it. If all are zero, as in dead units or after pruning cut a layer off, the inputs are
@@ -285,18 +288,18 @@ class CalibratedModel:
         statistic = next((facts[name] for name in GRADIENT_FACTS if name in facts), None)
         if "reached" not in facts and statistic is None:
             return torch.ones(1, dtype=torch.bool, device="cpu")
-        found = facts["reached"] if statistic is None else has_gradients(site, statistic)
-        found = found.cpu() | self._reached.get(site.name, torch.tensor(False, device="cpu"))
+        found = facts["reached"] if statistic is None else has_gradients(prunable, statistic)
+        found = found.cpu() | self._reached.get(prunable.name, torch.tensor(False, device="cpu"))
         if not bool(found.all()) and "reached" not in facts:
-            idle = ~found & self._input_counts.reached(site).cpu()
-            self._note_idle(site, int(idle.sum()) * site.parameter.numel() // len(idle))
+            idle = ~found & self._input_counts.reached(prunable).cpu()
+            self._note_idle(prunable, int(idle.sum()) * prunable.parameter.numel() // len(idle))
             found |= idle
-        self._reached[site.name] = found
+        self._reached[prunable.name] = found
         return found
 
-    def _note_idle(self, site: Prunable, count: int) -> None:
+    def _note_idle(self, prunable: Prunable, count: int) -> None:
         """Say which weights are used and have no gradient: nothing tells dead units from a backward pass cut short."""
-        self._idle |= {site.name: count} if count else {}
+        self._idle |= {prunable.name: count} if count else {}
         if self._idle:
             named = [f"{name} ({count:,})" for name, count in self._idle.items()]
             self.notes["idle"] = (
@@ -307,25 +310,26 @@ class CalibratedModel:
 
     @cached_property
     def _input_counts(self) -> InputCounts:
-        counts = InputCounts(self.sites)
+        counts = InputCounts(self.prunables)
         self._gather_inputs(counts)
         return counts
 
-    def memory_plan(self, sites: Sequence[Prunable], statistics: int) -> MemoryPlan:
-        """How to store so many gradient statistics of these weights; cached."""
+    def memory_plan(self, prunables: Sequence[Prunable], statistics: int) -> MemoryPlan:
+        """How to store this number of gradient statistics for each of these weights; cached."""
         if self.streams:
-            wide = any(site.parameter.dtype == torch.float32 for site in sites)
+            wide = any(prunable.parameter.dtype == torch.float32 for prunable in prunables)
             self.notes["memory"] = f"Blocks are streamed to {self.device} one at a time; statistics are on the host."
             return MemoryPlan(torch.float32 if wide else torch.bfloat16, on_device=0, checkpointing=True)
         if self.device.type != "cuda" and self.ranks.size == 1:
             return MemoryPlan()
-        case = sum(site.parameter.numel() for site in sites), statistics, self.hidden_states.first_block(sites)
+        weights = sum(prunable.parameter.numel() for prunable in prunables)
+        case = weights, statistics, self.hidden_states.first_block(prunables)
         if case not in self._plans:
             several = self.ranks.size > 1  # gradients of a batch then wait for those of other ranks
-            pending = sum(site.parameter.nbytes for site in sites) if several else 0
+            pending = sum(prunable.parameter.nbytes for prunable in prunables) if several else 0
             reserved = 2 * self.held.nbytes + pending  # new masks beside the current ones
             need = MemoryNeed(statistics, self.copies, reserved)
-            plan = plan_memory(self.model, self.batches[0], self.loss, sites, self.blocks, self.memory, need)
+            plan = plan_memory(self.model, self.batches[0], self.loss, prunables, self.blocks, self.memory, need)
             plan = smallest_plan(plan, self.ranks) if several else plan
             if any(earlier.dtype != torch.float32 for earlier in self._plans.values()):
                 # Statistics that are compared with each other must be rounded alike.
@@ -343,14 +347,14 @@ class CalibratedModel:
         """The modules that run one after another, if the model has such."""
         if self.offload is not None:
             return list(self.offload.blocks)
-        return find_blocks(self.model, self.batches[0], self.forward, self.sites)
+        return find_blocks(self.model, self.batches[0], self.forward, self.prunables)
 
     @cached_property
     def offload(self) -> BlockOffload | None:
         """Copies blocks to the device, if the model is on another one."""
         if not self.streams:
             return None
-        return offload_for(self.model, self.batches[0], self.forward, self.sites, self.device)
+        return offload_for(self.model, self.batches[0], self.forward, self.prunables, self.device)
 
     def on_device(self) -> AbstractContextManager[None]:
         """Inside, the model computes on the calibration device."""
@@ -394,28 +398,28 @@ class CalibratedModel:
 
         Matrices without inputs are spared. `together` says that all weights compete with each other.
         """
-        targets, dead_counts = [], [0] * len(self.sites) if anew else self.held.dead
-        reached = {site.name: self.reached(site, facts[site.name]) for site in self.sites}
+        targets, dead_counts = [], [0] * len(self.prunables) if anew else self.held.dead
+        reached = {prunable.name: self.reached(prunable, facts[prunable.name]) for prunable in self.prunables}
         spared = self._spared(reached, asked, together)
-        for site, mask, dead in zip(self.sites, self.held.masks, dead_counts, strict=True):
-            needed = {name: facts[site.name][name] for name in score.needs}
-            targets.append(target_of(site, score, needed, mask, dead, spared=spared.get(site.name)))
+        for prunable, mask, dead in zip(self.prunables, self.held.masks, dead_counts, strict=True):
+            needed = {name: facts[prunable.name][name] for name in score.needs}
+            targets.append(target_of(prunable, score, needed, mask, dead, spared=spared.get(prunable.name)))
         return targets
 
     def _spared(self, reached: Mapping[str, Tensor], asked: float, together: bool) -> dict[str, Tensor]:
         """The magnitude above which weights of matrices without inputs are spared, by name; adds a note."""
-        sizes = {site.name: site.parameter.numel() for site in self.sites}
+        sizes = {prunable.name: prunable.parameter.numel() for prunable in self.prunables}
         counts = {name: int((~found).sum()) * sizes[name] // len(found) for name, found in reached.items()}
         counts = {name: count for name, count in counts.items() if count}
         if not counts:
             return {}
         share = spared_share(asked, sum(counts.values()), sum(sizes.values()))
         floors = {}
-        for site in self.sites:
-            if site.name in counts:
-                own = share if together else spared_share(asked, counts[site.name], sizes[site.name])
-                matrices = site.parameter.detach().reshape(len(reached[site.name]), -1)
-                floors[site.name] = least_spared(matrices, reached[site.name], own)
+        for prunable in self.prunables:
+            if prunable.name in counts:
+                own = share if together else spared_share(asked, counts[prunable.name], sizes[prunable.name])
+                matrices = prunable.parameter.detach().reshape(len(reached[prunable.name]), -1)
+                floors[prunable.name] = least_spared(matrices, reached[prunable.name], own)
         named = [f"{name} ({count:,})" for name, count in counts.items()]
         self.notes["unreached"] = (
             f"No inputs reached {sum(counts.values()):,} weights in any batch (experts without tokens, layers that were"
@@ -436,7 +440,7 @@ class CalibratedModel:
     @torch.no_grad()
     def apply_masks(self) -> None:
         """Zero the weights that the masks remove."""
-        kernels.zero([site.parameter.detach() for site in self.sites], self.held.masks)
+        kernels.zero([prunable.parameter.detach() for prunable in self.prunables], self.held.masks)
 
     def record_update(self, asked: float, seconds: float) -> None:
         """Add the change of the masks since the last update to the report."""
@@ -457,21 +461,21 @@ class CalibratedModel:
 
     @torch.no_grad()
     def _restore(self, dense: Mapping[str, Tensor]) -> None:
-        for site in self.sites if dense else ():
-            site.parameter.detach().copy_(dense[site.name])
+        for prunable in self.prunables if dense else ():
+            prunable.parameter.detach().copy_(dense[prunable.name])
         for weight, bits, values in self._removed or ():
             weight[as_bool(bits.to(weight.device), weight.shape)] = values.to(weight.device)
 
     @torch.no_grad()
     def _keep_removed(self, removed: list[tuple[Tensor, Tensor, Tensor]], masks: Sequence[Tensor]) -> None:
-        for site, mask in zip(self.sites, masks, strict=True):  # one by one, as in _start_masks
-            weight = site.parameter.detach()
+        for prunable, mask in zip(self.prunables, masks, strict=True):  # one by one, as in _start_masks
+            weight = prunable.parameter.detach()
             going = ~as_bool(mask, weight.shape) & ((weight != 0) | weight.signbit())  # -0.0 becomes 0.0 too
             removed.append((weight, to_bits(going.reshape(-1)).cpu(), weight[going].cpu()))
 
     def masks(self) -> Masks:
         """Bool masks by name, True = kept."""
-        return Masks([site.name for site in self.sites], self.held)
+        return Masks([prunable.name for prunable in self.prunables], self.held)
 
     @property
     def sparsity(self) -> float:
@@ -482,7 +486,7 @@ class CalibratedModel:
         """The report, with these settings of the call."""
         rows = [
             TensorRow(s.name, tuple(s.parameter.shape), s.parameter.numel(), gone, churn, cut, s.tied, s.reason)
-            for s, gone, churn, cut in zip(self.sites, self.held.dead, self._churn, self._cuts, strict=True)
+            for s, gone, churn, cut in zip(self.prunables, self.held.dead, self._churn, self._cuts, strict=True)
         ]
         return Outcome(
             **{"pattern": None, "allocation": None, "step": len(self.updates), **settings},
@@ -507,7 +511,7 @@ def losses(model: nn.Module, batches: Sequence[Batch], loss: Loss, offload: Bloc
 
 
 def scope_for(
-    score: Score, scope: str | None, pattern: Pattern | None, allocation: str | None, sites: Sequence[Prunable]
+    score: Score, scope: str | None, pattern: Pattern | None, allocation: str | None, prunables: Sequence[Prunable]
 ) -> str:
     """The scope, or the default one of the score's paper. WANDA's rows are for linear layers: in convolutional
     networks, where they do worse than magnitude, the default is the whole model."""
@@ -515,7 +519,7 @@ def scope_for(
         return as_scope(scope)
     if pattern is not None or allocation is not None:
         return "model"
-    convolutions = [site for site in sites if site.parameter.ndim > 3]  # a transformer may have one for its patches
+    convolutions = [one for one in prunables if one.parameter.ndim > 3]  # a transformer may have one for its patches
     if score.scope == "row" and len(convolutions) > 1:
         return "model"
     return score.scope or "model"

@@ -61,7 +61,7 @@ class GradientPass:
 def gather_gradients(
     model: nn.Module,
     batches: Sequence[Batch],
-    sites: Sequence[Prunable],
+    prunables: Sequence[Prunable],
     wanted: Collection[str],
     how: GradientPass | None = None,
 ) -> Mapping[str, dict[str, Tensor]]:
@@ -70,12 +70,13 @@ def gather_gradients(
     ranks, inputs = how.ranks, how.inputs
     device = device_of(model) if how.offload is None else how.offload.device
     torch.clear_autocast_cache()  # an autocast around this call would reuse casts of earlier weights
-    statistics = GradientStatistics(sites, wanted, len(batches), how.plan, ranks)
+    statistics = GradientStatistics(prunables, wanted, len(batches), how.plan, ranks)
     to_host = nullcontext() if how.offload is None else how.offload.gradients_to(statistics.add)
     rounded = parameters_in_bf16(model) if how.bf16 else nullcontext()
     previous: Tensor | None = None
     depends = False
-    with eval_mode(model, [site.parameter for site in sites]), torch.enable_grad(), statistics, to_host, rounded:
+    parameters = [prunable.parameter for prunable in prunables]
+    with eval_mode(model, parameters), torch.enable_grad(), statistics, to_host, rounded:
         for turn in range(ranks.turns(len(batches))):
             for number in ranks.mine(len(batches))[turn : turn + 1]:
                 value = _backward(model, to_device(batches[number], device), how.loss, inputs)
@@ -126,28 +127,29 @@ class GradientStatistics:
 
     def __init__(
         self,
-        sites: Sequence[Prunable],
+        prunables: Sequence[Prunable],
         wanted: Collection[str],
         batches: int,
         plan: MemoryPlan,
         ranks: Ranks = SOLO,
     ) -> None:
-        self._sites, self._share, self._ranks = sites, 1 / batches, ranks
-        self._numbers = {id(site.parameter): number for number, site in enumerate(sites)}
+        self._prunables, self._share, self._ranks = prunables, 1 / batches, ranks
+        self._numbers = {id(prunable.parameter): number for number, prunable in enumerate(prunables)}
         self._pending: list[tuple[int, Tensor]] = []  # this rank's gradients of one batch, in order of arrival
         names = [name for name in GRADIENT_FACTS if name in wanted]
         room = plan.on_device
         self.facts: dict[str, dict[str, Tensor]] = {}
-        for site in sites:
-            stays = room is None or site.parameter.numel() <= room
-            room = None if room is None else room - site.parameter.numel() if stays else room
-            self.facts[site.name] = {name: _zeros(site.parameter, plan.dtype, stays) for name in names}
-        self._facts_of = {id(site.parameter): self.facts[site.name] for site in sites}
+        for prunable in prunables:
+            stays = room is None or prunable.parameter.numel() <= room
+            room = None if room is None else room - prunable.parameter.numel() if stays else room
+            self.facts[prunable.name] = {name: _zeros(prunable.parameter, plan.dtype, stays) for name in names}
+        self._facts_of = {id(prunable.parameter): self.facts[prunable.name] for prunable in prunables}
         self._cache = HostCache()
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __enter__(self) -> GradientStatistics:
-        self._hooks = hooked(partial(s.parameter.register_post_accumulate_grad_hook, self._hook) for s in self._sites)
+        parameters = (prunable.parameter for prunable in self._prunables)
+        self._hooks = hooked(partial(one.register_post_accumulate_grad_hook, self._hook) for one in parameters)
         self._hooks.__enter__()
         return self
 
@@ -175,7 +177,7 @@ class GradientStatistics:
         self._ranks.share("gradients", pending, self._receive, device)
 
     def _receive(self, number: int, gradient: Tensor) -> None:
-        parameter = self._sites[number].parameter
+        parameter = self._prunables[number].parameter
         if not parameter.is_contiguous():  # with the strides that backward gives it, so kernels round alike
             gradient = torch.empty_like(parameter, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
         self._accumulate(parameter, gradient)
@@ -195,10 +197,10 @@ class GradientStatistics:
             kept.copy_(stochastic_round(GRADIENT_FACTS[name](kept.float(), new.float(), self._share), generator))
 
 
-def has_gradients(site: Prunable, statistic: Tensor) -> Tensor:
+def has_gradients(prunable: Prunable, statistic: Tensor) -> Tensor:
     """For each matrix of a weight, whether a gradient statistic has a nonzero element."""
-    matrices = site.parameter.shape[0] if len(site.layout.rows) > 1 else 1
-    near = statistic.to(site.parameter.device)
+    matrices = prunable.parameter.shape[0] if len(prunable.layout.rows) > 1 else 1
+    near = statistic.to(prunable.parameter.device)
     return torch.linalg.vector_norm(near.reshape(matrices, -1), float("inf"), dim=1) != 0
 
 

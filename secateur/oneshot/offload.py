@@ -105,14 +105,14 @@ class BlockOffload:
 
 
 def offload_for(
-    model: nn.Module, batch: Batch, loss: Loss, sites: Sequence[Prunable], device: torch.device
+    model: nn.Module, batch: Batch, loss: Loss, prunables: Sequence[Prunable], device: torch.device
 ) -> BlockOffload:
     """Block offload for this model; its blocks are found by running a batch on the device."""
 
     def around(blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
         return BlockOffload(model, blocks, device).active()
 
-    blocks = find_blocks(model, batch, loss, sites, around, device)
+    blocks = find_blocks(model, batch, loss, prunables, around, device)
     if not blocks:
         raise ModelError("This model has no blocks that run in order, so it cannot be offloaded: move it to a device.")
     return BlockOffload(model, blocks, device)
@@ -175,7 +175,7 @@ class MemoryPlan:
     """How gradient statistics are stored, whether activations are recomputed, and why."""
 
     dtype: torch.dtype = torch.float32
-    on_device: int | None = None  # statistics of so many weights stay on the device, the others on the host; None: all
+    on_device: int | None = None  # weights whose statistics stay on the device, not on the host; None: all of them
     checkpointing: bool = False
     reason: str = ""
 
@@ -193,7 +193,7 @@ def plan_memory(
     model: nn.Module,
     batch: Batch,
     loss: Loss,
-    sites: Sequence[Prunable],
+    prunables: Sequence[Prunable],
     blocks: Sequence[nn.Module],
     memory: int | None = None,
     need: MemoryNeed | None = None,
@@ -205,14 +205,14 @@ def plan_memory(
         return MemoryPlan()
     limit = _limit(device, memory)
     used = torch.cuda.memory_allocated(device) + need.reserved
-    weights = sum(site.parameter.numel() for site in sites)
-    largest = max(site.parameter.numel() for site in sites)
+    weights = sum(prunable.parameter.numel() for prunable in prunables)
+    largest = max(prunable.parameter.numel() for prunable in prunables)
     # A gradient, the same in fp32, its absolute value; and a statistic that came from the host.
-    transient = largest * (sites[0].parameter.element_size() + 10)
+    transient = largest * (prunables[0].parameter.element_size() + 10)
 
     @cache
     def room(checkpointing: bool) -> float:
-        batch_bytes = activation_bytes(model, batch, loss, sites, blocks if checkpointing else ())
+        batch_bytes = activation_bytes(model, batch, loss, prunables, blocks if checkpointing else ())
         return USABLE * limit - used - batch_bytes - transient
 
     options = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
@@ -267,7 +267,7 @@ def _limit(device: torch.device, memory: int | None) -> int:
 
 
 def activation_bytes(
-    model: nn.Module, batch: Batch, loss: Loss, sites: Sequence[Prunable], checkpointed: Sequence[nn.Module]
+    model: nn.Module, batch: Batch, loss: Loss, prunables: Sequence[Prunable], checkpointed: Sequence[nn.Module]
 ) -> int:
     """Measured peak bytes of a batch's forward pass on a CUDA device; larger than any device if it does not fit."""
     device = device_of(model)
@@ -277,12 +277,12 @@ def activation_bytes(
     value: Tensor | None = None
     try:
         with (
-            eval_mode(model, [site.parameter for site in sites]),
+            eval_mode(model, [prunable.parameter for prunable in prunables]),
             torch.enable_grad(),
             activation_checkpointing(checkpointed),
         ):
             value = loss(model, to_device(batch, device))
-            value.sum().backward(inputs=[sites[-1].parameter])
+            value.sum().backward(inputs=[prunables[-1].parameter])
     except torch.OutOfMemoryError:
         return 1 << 62
     finally:

@@ -23,7 +23,7 @@ from secateur.oneshot.offload import fits_copy
 from secateur.oneshot.veto import Probe, Trial
 from secateur.report import Outcome
 from secateur.scores import Score, resolve
-from secateur.selection import check_choice, selector
+from secateur.selection import Select, check_choice
 from secateur.selection.tiles import Pattern, parse_pattern
 
 ORDERS = ("joint", "reverse", "forward", "size")
@@ -171,10 +171,11 @@ def _probe(
 ) -> Outcome:
     settings = replace(settings, unfit=unfit_for(job.pattern))
     with restore_on_error(model) as undo, CalibratedModel(model, batches, settings) as calibrated:
-        scope = scope_for(job.score, job.scope, job.pattern, job.allocation, calibrated.sites)
+        scope = scope_for(job.score, job.scope, job.pattern, job.allocation, calibrated.prunables)
         if target.exact and job.order != "joint" and scope == "model":
             raise PatternError('exact=True layer by layer needs a sparsity for each layer: scope="layer" or "row".')
-        sparsity, select = selector(scope, job.pattern, job.allocation, target.sparsity)
+        sparsity = check_choice(target.sparsity, scope, job.pattern, job.allocation)
+        select = Select(scope, job.pattern, job.allocation)
         prober = Probe(calibrated, job.score, select, shrink=job.shrink, order=job.order, group=job.group)
         snapshots = MaskSnapshots(calibrated)
         undo.append(snapshots.restore_dense)
@@ -226,7 +227,7 @@ class MaskSnapshots:
 
     def __init__(self, calibrated: CalibratedModel) -> None:
         self._calibrated = calibrated
-        weights = [site.parameter.detach() for site in calibrated.sites]
+        weights = [prunable.parameter.detach() for prunable in calibrated.prunables]
         copy = torch.clone if fits_copy(weights, calibrated.memory) else on_host
         with calibrated.stages.stage("a copy of the weights"):
             self._dense = [copy(weight) for weight in weights]
@@ -234,7 +235,7 @@ class MaskSnapshots:
     @torch.no_grad()
     def apply(self, masks: Sequence[Tensor] | None) -> None:
         """Set the weights to the dense ones with these flat masks, or without masks."""
-        weights = [site.parameter.detach() for site in self._calibrated.sites]
+        weights = [prunable.parameter.detach() for prunable in self._calibrated.prunables]
         for weight, dense in zip(weights, self._dense, strict=True):
             weight.copy_(dense, non_blocking=True)
         if masks is not None:
@@ -357,8 +358,8 @@ def _probe_levels(
     model: nn.Module, batches: Iterable[Batch] | Tensor, job: Job, settings: CalibrationSettings, levels: Levels
 ) -> Outcome:
     with restore_on_error(model) as undo, CalibratedModel(model, batches, settings) as calibrated:
-        scope = scope_for(job.score, job.scope, None, None, calibrated.sites)
-        _, select = selector(scope, None, None, levels.start)
+        scope = scope_for(job.score, job.scope, None, None, calibrated.prunables)
+        select = Select(scope, None, None)
         prober = Probe(calibrated, job.score, select, shrink=job.shrink, order=job.order, group=job.group)
         search = _Search(prober, MaskSnapshots(calibrated), levels, job.refresh)
         undo.append(search.snapshots.restore_dense)

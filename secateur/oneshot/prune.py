@@ -19,7 +19,7 @@ from secateur.oneshot.reconstruct import reconstruct_weights, sparsegpt, sparseg
 from secateur.report import Outcome
 from secateur.schedules import cubic
 from secateur.scores import Score, resolve
-from secateur.selection import Select, Selection, check_choice, selector
+from secateur.selection import Select, Selection, check_choice
 from secateur.selection.masks import to_bits
 from secateur.selection.tiles import Pattern, parse_pattern
 
@@ -59,7 +59,7 @@ def prune(
             batches; `wanda` gets norms of inputs.
         scope: by default that of the score's paper: rows for wanda (the whole model in convolutional networks), layers
             for magnitude, otherwise the whole model.
-        rounds: sparsity rises along a cubic in so many rounds, and every round measures anew.
+        rounds: how many rounds the sparsity rises in, along a cubic; every round measures anew.
         reconstruct: True reconstructs the surviving weights at the end, "every" after every round, so that the next
             round measures reconstructed weights.
         loss: `loss(model, batch)` instead of the default. Without it, an fp32 model on a GPU is measured in bf16
@@ -120,11 +120,11 @@ class _Job:
 def _by_score(model: nn.Module, batches: Iterable[Batch] | Tensor, job: _Job, settings: CalibrationSettings) -> Outcome:
     settings = replace(settings, unfit=unfit_for(job.pattern))
     with restore_on_error(model) as undo, CalibratedModel(model, batches, settings) as calibrated:
-        scope = scope_for(job.score, job.scope, job.pattern, job.allocation, calibrated.sites)
-        sparsity, select = selector(scope, job.pattern, job.allocation, job.sparsity)
+        scope = scope_for(job.score, job.scope, job.pattern, job.allocation, calibrated.prunables)
+        sparsity = check_choice(job.sparsity, scope, job.pattern, job.allocation)
         dense = _dense_copy(calibrated) if job.reconstruct else None
         undo.append(calibrated.undo(dense))
-        _run_rounds(calibrated, job, select, sparsity, dense or {})
+        _run_rounds(calibrated, job, Select(scope, job.pattern, job.allocation), sparsity, dense or {})
         return calibrated.outcome(
             score=str(job.score), schedule=job.schedule, scope=scope, allocation=job.allocation, asked=sparsity,
             pattern=None if job.pattern is None else job.pattern.text,
@@ -133,7 +133,7 @@ def _by_score(model: nn.Module, batches: Iterable[Batch] | Tensor, job: _Job, se
 
 def _dense_copy(calibrated: CalibratedModel) -> dict[str, Tensor]:
     """Host copies of the prunable weights by name."""
-    return {site.name: on_host(site.parameter.detach()) for site in calibrated.sites}
+    return {prunable.name: on_host(prunable.parameter.detach()) for prunable in calibrated.prunables}
 
 
 def _run_rounds(

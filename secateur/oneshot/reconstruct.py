@@ -166,7 +166,7 @@ class Segment:
     Outside of blocks, layers are updated one by one, because each may read the output of another one.
     """
 
-    sites: list[Prunable]
+    prunables: list[Prunable]
     batches: int  # of this rank
     turns: int  # batches of the rank that has most
     padding: Callable[[int], Padding]  # masks of a batch
@@ -178,15 +178,15 @@ class Segment:
 
 def segments(calibrated: CalibratedModel, dense: Mapping[str, Tensor] | None) -> Generator[Segment]:
     """The blocks in order, then the layers outside of them; with `dense` weights, each also runs its dense copy."""
-    model, sites, batches, ranks = calibrated.model, calibrated.sites, calibrated.own_batches, calibrated.ranks
+    model, prunables, batches, ranks = calibrated.model, calibrated.prunables, calibrated.own_batches, calibrated.ranks
     chain = _first_states(calibrated)
     done: set[str] = set()
     if chain is not None:
         states = list(chain.states) if dense is not None else []
         for number, block in enumerate(chain.blocks):
             names = {id(parameter): name for name, parameter in block.named_parameters()}
-            own = [site for site in sites if id(site.parameter) in names]
-            done |= {site.name for site in own}
+            own = [prunable for prunable in prunables if id(prunable.parameter) in names]
+            done |= {prunable.name for prunable in own}
             # Several ranks merge no batches, so each has as many turns as the rank with most batches.
             turns = len(chain.states) if ranks.size == 1 else calibrated.turns
             with _block_on_device(block, calibrated):
@@ -194,7 +194,7 @@ def segments(calibrated: CalibratedModel, dense: Mapping[str, Tensor] | None) ->
                 segment = Segment(own, len(chain.states), turns, chain.padding.__getitem__, run)
                 segment.advance = partial(chain.advance, number)
                 yield segment if dense is None else _with_dense_copy(segment, chain, number, states, dense)
-    if rest := [site for site in sites if site.name not in done]:
+    if rest := [prunable for prunable in prunables if prunable.name not in done]:
 
         def batch_at(number: int) -> Batch:
             return to_device(batches[number], calibrated.device)
@@ -240,9 +240,9 @@ def _with_dense_copy(
     names = {id(parameter): name for name, parameter in block.named_parameters()}
     copied = copy.deepcopy(block)
     parameters = dict(copied.named_parameters())
-    for site in segment.sites:
-        parameters[names[id(site.parameter)]].detach().copy_(dense[site.name])
-    twins = [replace(site, parameter=parameters[names[id(site.parameter)]]) for site in segment.sites]
+    for prunable in segment.prunables:
+        parameters[names[id(prunable.parameter)]].detach().copy_(dense[prunable.name])
+    twins = [replace(prunable, parameter=parameters[names[id(prunable.parameter)]]) for prunable in segment.prunables]
     outputs: dict[int, Tensor] = {}
 
     def run_dense(batch: int, recorder: InputRecorder) -> None:
@@ -273,9 +273,9 @@ def update_layers(
     with stage as tick, torch.no_grad(), eval_mode(calibrated.model), in_order as found:
         for segment in found:
             recordings = _record(segment, ranks)
-            groups = _groups(recordings, segment.sites, ranks)
+            groups = _groups(recordings, segment.prunables, ranks)
             called = {name for group in groups for name in group}
-            groups += [[site.name] for site in segment.sites if site.name not in called]  # perhaps by later batches
+            groups += [[one.name] for one in segment.prunables if one.name not in called]  # perhaps by later batches
             alone = dense is not None or segment.one_by_one
             for some in [[group] for group in groups] if alone else [groups]:
                 unused += _update_groups(segment, some, recordings, update, calibrated)
@@ -289,7 +289,7 @@ def _record(segment: Segment, ranks: Ranks) -> list[Calls]:
     first rank has."""
     found = []
     for batch in range(segment.batches if segment.run_dense is not None else int(ranks.rank == 0)):
-        recorder = InputRecorder(segment.sites)
+        recorder = InputRecorder(segment.prunables)
         recorder.start_batch(segment.padding(batch))
         if segment.run_dense is not None:
             segment.run_dense(batch, recorder)
@@ -300,12 +300,12 @@ def _record(segment: Segment, ranks: Ranks) -> list[Calls]:
     return found
 
 
-def _groups(recordings: Sequence[Calls], sites: Sequence[Prunable], ranks: Ranks) -> list[list[str]]:
+def _groups(recordings: Sequence[Calls], prunables: Sequence[Prunable], ranks: Ranks) -> list[list[str]]:
     """Weights in calling order, grouped if they are called once with the same inputs in every batch of every rank: a
     group shares one product."""
     groups: list[list[str]] = []
-    stacked = {site.name: len(site.layout.rows) > 1 and site.parameter.shape[0] for site in sites}
-    for name in _calling_order(recordings, sites, ranks):
+    stacked = {prunable.name: len(prunable.layout.rows) > 1 and prunable.parameter.shape[0] for prunable in prunables}
+    for name in _calling_order(recordings, prunables, ranks):
         alike = bool(groups) and stacked[name] == stacked[groups[-1][0]]  # the same number of matrices
         alike = alike and all(_alike(calls.get(name, []), calls.get(groups[-1][0], [])) for calls in recordings)
         if ranks.every("equal inputs", alike):
@@ -315,16 +315,16 @@ def _groups(recordings: Sequence[Calls], sites: Sequence[Prunable], ranks: Ranks
     return groups
 
 
-def _calling_order(recordings: Sequence[Calls], sites: Sequence[Prunable], ranks: Ranks) -> list[str]:
+def _calling_order(recordings: Sequence[Calls], prunables: Sequence[Prunable], ranks: Ranks) -> list[str]:
     """Names of the weights that were called, in the order of all batches of all ranks."""
-    numbers = {site.name: number for number, site in enumerate(sites)}
+    numbers = {prunable.name: number for number, prunable in enumerate(prunables)}
     rows = ranks.tell("calls", [n for calls in recordings for n in (*(numbers[name] for name in calls), -1)])
     by_rank: list[list[list[int]]] = []  # of every rank, of every batch
     for row in rows:
         ends = [place for place, number in enumerate(row) if number < 0]
         by_rank.append([row[begin:end] for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)])
     turns = zip_longest(*by_rank, fillvalue=[])
-    return list(dict.fromkeys(sites[number].name for turn in turns for batch in turn for number in batch))
+    return list(dict.fromkeys(prunables[number].name for turn in turns for batch in turn for number in batch))
 
 
 def _alike(one: Sequence[tuple[Place, Tensor]], other: Sequence[tuple[Place, Tensor]]) -> bool:
@@ -341,8 +341,8 @@ def _update_groups(
 ) -> list[Prunable]:
     """Gather the products of some groups in one pass over the batches, then update all of their layers; returns the
     weights that had no inputs."""
-    sites = {site.name: site for site in segment.sites}
-    inputs = PairedInputs([sites[group[0]] for group in groups])
+    prunables = {prunable.name: prunable for prunable in segment.prunables}
+    inputs = PairedInputs([prunables[group[0]] for group in groups])
     for turn in range(segment.turns):
         for batch in range(segment.batches)[turn : turn + 1]:
             inputs.start_batch(segment.padding(batch))
@@ -351,13 +351,13 @@ def _update_groups(
                 segment.run(batch)
         inputs.finish_batch(calibrated.ranks, calibrated.device)
     inputs.sync(calibrated.ranks)
-    unused = [sites[name] for group in groups if group[0] not in inputs.products for name in group]
+    unused = [prunables[name] for group in groups if group[0] not in inputs.products for name in group]
     for leader, *others in (group for group in groups if group[0] in inputs.products):
         product, cross = inputs.products[leader], None if leader in inputs.unpaired else inputs.crosses.get(leader)
         if not bool(product.isfinite().all()):
             raise FactError(f"The inputs of {leader!r} are not all finite: look for infinities or NaN in the batches.")
         for member in (leader, *others):
-            update(sites[member], product, cross, inputs.tokens[leader])
+            update(prunables[member], product, cross, inputs.tokens[leader])
     return unused
 
 
@@ -373,24 +373,26 @@ def reconstruct_weights(calibrated: CalibratedModel, dense: Mapping[str, Tensor]
     masks = calibrated.masks()
     short: set[str] = set()
 
-    def update(site: Prunable, products: Tensor, crosses: Tensor | None, tokens: Tensor) -> None:
-        weight = site.parameter.detach()
+    def update(prunable: Prunable, products: Tensor, crosses: Tensor | None, tokens: Tensor) -> None:
+        weight = prunable.parameter.detach()
         updated, count = weight.contiguous(), len(products)
-        before = as_matrices(dense[site.name].to(weight.device).contiguous(), site.layout, count)
-        kept = as_matrices(masks[site.name].to(weight.device).contiguous(), site.layout, count)
-        for number, mine in enumerate(as_matrices(updated, site.layout, count)):
+        before = as_matrices(dense[prunable.name].to(weight.device).contiguous(), prunable.layout, count)
+        kept = as_matrices(masks[prunable.name].to(weight.device).contiguous(), prunable.layout, count)
+        for number, mine in enumerate(as_matrices(updated, prunable.layout, count)):
             product, seen = products[number], int(tokens[number])
             if seen == 0 or bool(kept[number].all()):
                 continue
             scarce = product.shape[0] / seen  # above 1 the products are singular, and damping decides
-            short.update([site.name] if scarce > 1 else [])
+            short.update([prunable.name] if scarce > 1 else [])
             regular = damped(product, DAMPING * max(1.0, scarce))
             aim = product if crosses is None else torch.lerp(product, crosses[number], TOWARD_DENSE)
             found = solve(
                 before[number].float() @ (aim + regular - product), mine.float(), kept[number], regular, STEPS
             )
             if not bool(found.to(mine.dtype).isfinite().all()):
-                raise FactError(f"{site.name!r} cannot be reconstructed: the solution is not finite in {mine.dtype}.")
+                raise FactError(
+                    f"{prunable.name!r} cannot be reconstructed: the solution is not finite in {mine.dtype}."
+                )
             mine.copy_(found)
         weight.copy_(updated)
 
@@ -404,43 +406,45 @@ def sparsegpt_unfit(pattern: Pattern | None) -> Unfit:
     """A function that says why SparseGPT cannot prune a weight to this pattern, or None. The columns of a convolution
     are not its inputs, so it gets no pattern."""
 
-    def unfit(site: Prunable) -> str | None:
-        if site.fragile:
+    def unfit(prunable: Prunable) -> str | None:
+        if prunable.fragile:
             return "'sparsegpt' could prune a whole row, and weight_norm would divide by zero"
-        if pattern is not None and _is_convolution(site):
+        if pattern is not None and _is_convolution(prunable):
             return "'sparsegpt' supports no pattern in convolutions; sparsity counts the other layers"
-        return unfit_for(pattern)(site)
+        return unfit_for(pattern)(prunable)
 
     return unfit
 
 
-def _is_convolution(site: Prunable) -> bool:
-    return site.parameter.ndim > 2 and len(site.layout.rows) == 1
+def _is_convolution(prunable: Prunable) -> bool:
+    return prunable.parameter.ndim > 2 and len(prunable.layout.rows) == 1
 
 
-def _check_sparsegpt(sites: Sequence[Prunable], pattern: Pattern | None) -> None:
-    for site in sites:
-        tile_of(site.name, site.parameter.shape, site.layout, pattern)
-        if pattern is not None and (_is_convolution(site) or COLUMNS % pattern.inputs):
-            raise PatternError(f"'sparsegpt' cannot give {site.name!r} the pattern {pattern.text!r}. Skip it.")
-        if _is_convolution(site) and site.layout.inputs != 1:
-            raise PatternError(f"'sparsegpt' cannot prune {site.name!r} ({site.reason}). Use a score, or skip it.")
+def _check_sparsegpt(prunables: Sequence[Prunable], pattern: Pattern | None) -> None:
+    for prunable in prunables:
+        tile_of(prunable.name, prunable.parameter.shape, prunable.layout, pattern)
+        if pattern is not None and (_is_convolution(prunable) or COLUMNS % pattern.inputs):
+            raise PatternError(f"'sparsegpt' cannot give {prunable.name!r} the pattern {pattern.text!r}. Skip it.")
+        if _is_convolution(prunable) and prunable.layout.inputs != 1:
+            raise PatternError(
+                f"'sparsegpt' cannot prune {prunable.name!r} ({prunable.reason}). Use a score, or skip it."
+            )
 
 
 def sparsegpt(calibrated: CalibratedModel, sparsity: float, pattern: Pattern | None) -> list[Tensor]:
     """Prune by SparseGPT (Frantar and Alistarh 2023): masks and weights together, column by column. Returns the flat
     masks."""
-    _check_sparsegpt(calibrated.sites, pattern)
+    _check_sparsegpt(calibrated.prunables, pattern)
     masks = {name: mask.clone() for name, mask in calibrated.masks().items()}
     dampings: list[float] = []
 
-    def update(site: Prunable, products: Tensor, crosses: Tensor | None, tokens: Tensor) -> None:
-        updated, kept = site.parameter.detach().contiguous(), masks[site.name].contiguous()
+    def update(prunable: Prunable, products: Tensor, crosses: Tensor | None, tokens: Tensor) -> None:
+        updated, kept = prunable.parameter.detach().contiguous(), masks[prunable.name].contiguous()
         total, span = updated.numel(), COLUMNS if pattern is None else pattern.inputs
         choose = cheapest(sparsity, total) if pattern is None else groups_of(pattern.kept or 0, pattern.inputs)
         views = zip(
-            as_matrices(updated, site.layout, len(products)),
-            as_matrices(kept, site.layout, len(products)),
+            as_matrices(updated, prunable.layout, len(products)),
+            as_matrices(kept, prunable.layout, len(products)),
             products,
             tokens.tolist(),
             strict=True,
@@ -453,16 +457,16 @@ def sparsegpt(calibrated: CalibratedModel, sparsity: float, pattern: Pattern | N
             found, chosen = sweep(mine.float(), factor, choose, span, alive, product.diagonal() == 0)
             mine.copy_(found)
             mask.copy_(chosen)
-        site.parameter.detach().copy_(updated)
-        masks[site.name] = kept
+        prunable.parameter.detach().copy_(updated)
+        masks[prunable.name] = kept
 
     unused = update_layers(calibrated, "sparsegpt", update)
     _note_unused(calibrated, unused, "were pruned by magnitude")
-    for site in unused:
-        width = as_matrices(site.parameter.detach().contiguous(), site.layout, 1)[0].shape[1]
-        count = site.parameter.shape[0] if len(site.layout.rows) > 1 else 1
-        zeros = torch.zeros(width, width, dtype=torch.float32, device=site.parameter.device)
-        update(site, zeros.expand(count, width, width), None, torch.zeros(count, dtype=torch.int64, device="cpu"))
+    for prunable in unused:
+        width = as_matrices(prunable.parameter.detach().contiguous(), prunable.layout, 1)[0].shape[1]
+        count = prunable.parameter.shape[0] if len(prunable.layout.rows) > 1 else 1
+        zeros = torch.zeros(width, width, dtype=torch.float32, device=prunable.parameter.device)
+        update(prunable, zeros.expand(count, width, width), None, torch.zeros(count, dtype=torch.int64, device="cpu"))
     if singular := sum(damping > DAMPING for damping in dampings):
         calibrated.notes["damping"] = (
             f"{singular} of {len(dampings)} matrices X^T X were not positive definite: damped more."
@@ -472,7 +476,7 @@ def sparsegpt(calibrated: CalibratedModel, sparsity: float, pattern: Pattern | N
 
 def _note_unused(calibrated: CalibratedModel, unused: list[Prunable], what: str) -> None:
     if unused:
-        shown = ", ".join(site.name for site in unused[:3]) + (", ..." if unused[3:] else "")
+        shown = ", ".join(prunable.name for prunable in unused[:3]) + (", ..." if unused[3:] else "")
         calibrated.notes["unused"] = (
             f"{len(unused)} layers whose inputs no batch showed (never called, or in an operation that hides them, such"
             f" as a recurrent one) {what}: {shown}"

@@ -115,58 +115,58 @@ class Probe:
     def trials(self, numbers: Sequence[int], candidates: Sequence[Tensor]) -> list[Trial]:
         """Measure gradients of these weights with and without their candidates shrunk. Weights are restored to the bit
         from the kept values of the candidates."""
-        calibrated, sites = self.calibrated, [self.calibrated.sites[n] for n in numbers]
-        old = self._old or {n: facts[STATISTIC] for n, facts in calibrated.gradients({STATISTIC}, sites).items()}
+        calibrated, prunables = self.calibrated, [self.calibrated.prunables[n] for n in numbers]
+        old = self._old or {n: facts[STATISTIC] for n, facts in calibrated.gradients({STATISTIC}, prunables).items()}
         self._old = {}
         devices = {statistic.device for statistic in old.values()}  # one with room for all of them has room for values
         spare = devices.pop() if len(devices) == 1 else torch.device("cpu")
         values: list[Tensor] = []
         try:
-            for site, n in zip(sites, numbers, strict=True):
-                weight, chosen = site.parameter.detach(), as_bool(candidates[n], site.parameter.shape)
+            for prunable, n in zip(prunables, numbers, strict=True):
+                weight, chosen = prunable.parameter.detach(), as_bool(candidates[n], prunable.parameter.shape)
                 values.append(weight[chosen].to(spare))
                 weight[chosen] *= self.shrink
-            new = calibrated.gradients({STATISTIC}, sites)
+            new = calibrated.gradients({STATISTIC}, prunables)
         finally:
-            for site, value, n in zip(sites, values, numbers, strict=False):
-                weight = site.parameter.detach()
+            for prunable, value, n in zip(prunables, values, numbers, strict=False):
+                weight = prunable.parameter.detach()
                 weight[as_bool(candidates[n], weight.shape)] = value.to(weight.device)
         return [
             Trial(
                 n,
-                site.parameter.shape,
+                prunable.parameter.shape,
                 candidates[n],
-                old[site.name],
-                new[site.name][STATISTIC],
-                calibrated.reached(site, {STATISTIC: old[site.name]}),
+                old[prunable.name],
+                new[prunable.name][STATISTIC],
+                calibrated.reached(prunable, {STATISTIC: old[prunable.name]}),
             )
-            for n, site in zip(numbers, sites, strict=True)
+            for n, prunable in zip(numbers, prunables, strict=True)
         ]
 
     def groups(self) -> list[list[int]]:
         """Numbers of the weights that are probed together, in order."""
-        sites = self.calibrated.sites
+        prunables = self.calibrated.prunables
         if self.order == "joint":
-            return [list(range(len(sites)))]
+            return [list(range(len(prunables)))]
         groups = self._blocks() if self.group == "block" else None
         if groups is None:
             size = self.group if isinstance(self.group, int) else 1
-            order = list(range(len(sites)))
+            order = list(range(len(prunables)))
             if self.order == "size":
-                order.sort(key=lambda n: -sites[n].parameter.numel())
+                order.sort(key=lambda n: -prunables[n].parameter.numel())
             groups = [order[start : start + size] for start in range(0, len(order), size)]
         elif self.order == "size":
-            groups.sort(key=lambda group: -sum(sites[n].parameter.numel() for n in group))
+            groups.sort(key=lambda group: -sum(prunables[n].parameter.numel() for n in group))
         return groups[::-1] if self.order == "reverse" else groups
 
     def _blocks(self) -> list[list[int]]:
         """Numbers of the weights of every block; those outside of all blocks are the last group."""
-        sites, blocks = self.calibrated.sites, self.calibrated.blocks
+        prunables, blocks = self.calibrated.prunables, self.calibrated.blocks
         if not blocks:
             raise PatternError("This model has no blocks that run in order. Use group=1, or another number of layers.")
         inside = [{id(parameter) for parameter in block.parameters()} for block in blocks]
-        numbers = range(len(sites))
-        groups = [[n for n in numbers if id(sites[n].parameter) in block] for block in inside]
+        numbers = range(len(prunables))
+        groups = [[n for n in numbers if id(prunables[n].parameter) in block] for block in inside]
         rest = sorted(set(numbers) - {n for group in groups for n in group})
         return [group for group in [*groups, rest] if group]
 
@@ -178,7 +178,7 @@ class Probe:
         for number, elements in removed:
             masks[number] = self._flat(calibrated.held.bools(number) & ~elements)
             numbers.append(number)
-        self._hold(masks, [calibrated.sites[number] for number in numbers])
+        self._hold(masks, [calibrated.prunables[number] for number in numbers])
 
     def mask_at(self, trial: Trial, tolerance: float) -> Tensor:
         """The flat mask that a trial would have given at this tolerance."""
@@ -187,7 +187,7 @@ class Probe:
 
     def set_masks(self, masks: Sequence[Tensor]) -> None:
         """Replace all masks by these flat ones."""
-        self._hold(masks, self.calibrated.sites)
+        self._hold(masks, self.calibrated.prunables)
 
     def _hold(self, masks: Sequence[Tensor], changed: Sequence[Prunable]) -> None:
         self.calibrated.hidden_states.invalidate(changed)
@@ -220,11 +220,11 @@ class Probe:
         """Prune to exactly this sparsity, candidates with the lowest tempered score first."""
         targets: list[Target] = []
         for trial in trials:
-            site, held = self.calibrated.sites[trial.number], self.calibrated.held
+            prunable, held = self.calibrated.prunables[trial.number], self.calibrated.held
             mask, dead = held.masks[trial.number], held.dead[trial.number]
-            facts = self.facts()[site.name]
-            target = target_of(site, self.score, {name: facts[name] for name in self.score.needs}, mask, dead)
-            targets.append(_ranked(target, trial, site.parameter.detach()))
+            facts = self.facts()[prunable.name]
+            target = target_of(prunable, self.score, {name: facts[name] for name in self.score.needs}, mask, dead)
+            targets.append(_ranked(target, trial, prunable.parameter.detach()))
         chosen: Selection = self._select(targets, sparsity, self.calibrated.held.packed)
         found = zip(trials, chosen.masks, strict=True)
         self.remove((trial.number, ~as_bool(mask, trial.shape)) for trial, mask in found)
@@ -232,7 +232,7 @@ class Probe:
 
 def _ranked(target: Target, trial: Trial, weight: Tensor) -> Target:
     """The target with tempered scores; weights of matrices without inputs are pruned later, other weights last."""
-    candidates, device, plain = trial.bools(), target.piece.device, target.piece.score
+    candidates, device, plain = trial.bools(), target.scored.device, target.scored.score
 
     def grown(where: Where) -> Tensor:
         old, new = (flat_part(found, where).to(device).float() for found in (trial.old, trial.new))
@@ -244,4 +244,4 @@ def _ranked(target: Target, trial: Trial, weight: Tensor) -> Target:
     def score(where: Where) -> Tensor:
         return torch.where(flat_part(candidates, where), among(where), 2 * UNREACHED)
 
-    return replace(target, piece=replace(target.piece, score=score, source=None))
+    return replace(target, scored=replace(target.scored, score=score, source=None))

@@ -90,13 +90,13 @@ def _target_from(name: str, scores: Tensor, alive: Mapping[str, Tensor] | None) 
 class Target:
     """A tensor to select in: its scores, its shape here (`shape`) and over all peers (`whole`), its rows and inputs."""
 
-    piece: ScoredTensor
+    scored: ScoredTensor
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     layout: Layout
 
     def tiling(self, pattern: Pattern | None) -> Tiling:
-        return Tiling(self.shape, tile_of(self.piece.name, self.whole, self.layout, pattern, self.shape))
+        return Tiling(self.shape, tile_of(self.scored.name, self.whole, self.layout, pattern, self.shape))
 
     @property
     def fan(self) -> int:
@@ -160,13 +160,6 @@ class Select:
         return self.scope == "model" and self.allocation is None and not by_group
 
 
-def selector(
-    scope: str, pattern: Pattern | None, allocation: str | None, sparsity: float | None
-) -> tuple[float, Select]:
-    """The sparsity these settings mean, and a function that selects at any sparsity."""
-    return check_choice(sparsity, scope, pattern, allocation), Select(as_scope(scope), pattern, allocation)
-
-
 def choose(
     targets: Sequence[Target],
     sparsity: float,
@@ -202,7 +195,7 @@ def quota_for(
     targets: Sequence[Target], sparsity: float, scope: str, allocation: str | None, peers: Peers = ALONE
 ) -> Quota:
     """The counts this sparsity means in this scope, or under this allocation."""
-    tensors = [target.piece for target in targets]
+    tensors = [target.scored for target in targets]
     totals = [scored.total for scored in tensors]
     counts = None
     if allocation is not None:
@@ -224,7 +217,7 @@ def fulfil(targets: Sequence[Target], quota: Quota, peers: Peers = ALONE, packed
     """Prune the lowest scores among those that compete until the quota is met; dead weights count towards it."""
     if quota.scope == "row":
         return rank(targets, quota.gone, None, peers, packed)
-    tensors = [target.piece for target in targets]
+    tensors = [target.scored for target in targets]
     groups, gone = [[scored] for scored in tensors], _gone(tensors, peers)
     if quota.scope == "model":
         groups, gone = [tensors], [sum(gone)]
@@ -245,11 +238,11 @@ def rank(
     tilings = [target.tiling(pattern) for target in targets]
     if all(tiling.solid for tiling in tilings):
         sizes = [tiling.size for tiling in tilings]
-        if (ready := kernels.rank_tiles([target.piece for target in targets], sizes, gone, peers, packed)) is not None:
+        if (ready := kernels.rank_tiles([target.scored for target in targets], sizes, gone, peers, packed)) is not None:
             return Selection(ready, [None] * len(ready))
     masks, spoiled = [], []
     for target, tiling, count in zip(targets, tilings, gone, strict=True):
-        scored = target.piece.unpacked()
+        scored = target.scored.unpacked()
         mask = torch.empty(scored.numel, dtype=torch.bool, device=scored.device)
         nan = 0
         for slab in tiling.slabs() if scored.numel else ():
@@ -262,7 +255,7 @@ def rank(
             mask[where] = without_lowest(scored.keys(where, scores).view(-1, tiling.size), count).flatten()
         masks.append(to_bits(mask) if packed else mask)
         spoiled.append(nan)
-    refuse_nan([target.piece.name for target in targets], peers.totals(spoiled))
+    refuse_nan([target.scored.name for target in targets], peers.totals(spoiled))
     return Selection(masks, [None] * len(masks))
 
 
@@ -295,19 +288,19 @@ def _choose_blocks(
 ) -> Selection:
     """Let blocks compete as weights do, each with the sum of its living scores; then expand the masks to weights."""
     tilings = [target.tiling(pattern) for target in targets]
-    targets = [replace(target, piece=target.piece.unpacked()) for target in targets]
+    targets = [replace(target, scored=target.scored.unpacked()) for target in targets]
     pooled = []
     for target, tiling in zip(targets, tilings, strict=True):
         whole = Tiling(target.whole, tiling.tile).grid
-        pooled.append(replace(target, piece=_pooled(target.piece, tiling), shape=tiling.grid, whole=whole))
+        pooled.append(replace(target, scored=_pooled(target.scored, tiling), shape=tiling.grid, whole=whole))
     chosen = choose(pooled, sparsity, scope=scope, allocation=allocation, peers=peers)
     masks = []
     for target, tiling, small in zip(targets, tilings, chosen.masks, strict=True):
-        mask = torch.empty(target.piece.numel, dtype=torch.bool, device=small.device)
+        mask = torch.empty(target.scored.numel, dtype=torch.bool, device=small.device)
         for slab in tiling.slabs():
             mask[tiling.members(slab)] = small[slab].repeat_interleave(tiling.size)
-        if target.piece.alive is not None:
-            mask.logical_and_(target.piece.alive)
+        if target.scored.alive is not None:
+            mask.logical_and_(target.scored.alive)
         masks.append(to_bits(mask) if packed else mask)
     return Selection(masks, chosen.cuts)
 

@@ -1,4 +1,4 @@
-"""The exact cut: masks with exactly so many weights pruned, those of lowest score, without storing the scores.
+"""The exact cut: masks that prune exactly the asked number of weights, those of lowest score, storing no scores.
 
 A score's fp32 bits are ordered as an int32 key. One pass samples the keys and brackets the cut; the next writes the
 mask for all that lies outside the bracket and collects the few keys inside it; the k-th of those is the cut. If the

@@ -1,12 +1,15 @@
-"""Masks from outside and for outside: given to a Pruner, applied to copies of its model, saved as whole tensors or in a
-file of their own (one bit a weight in safetensors, which is imported when a file is read or written)."""
+"""The masks of a model: held beside its weights, given to a Pruner, applied to copies, and in a file of their own.
+
+They are held as bits where kernels read them and as bools elsewhere. A file has one bit a weight in safetensors, which
+is imported when a file is read or written.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,22 +17,114 @@ import torch
 from torch import Tensor, nn
 
 from secateur import kernels
-from secateur.errors import HF_EXTRA, StateError, library, nearest
-from secateur.model.distributed import local, part_of, unwrap, whole
-from secateur.model.held import Held, compact
+from secateur.errors import HF_EXTRA, SiteError, StateError, library, nearest
+from secateur.model.distributed import is_sharded, local, part_of, unwrap
 from secateur.model.prunable import LeftOut, Prunable, find_prunable, parameters_in, plain_name
-from secateur.selection.masks import as_bool, can_unpack, pack, unpack
+from secateur.selection.masks import as_bool, can_unpack, pack, to_bits, unpack
 
 logger = logging.getLogger("secateur")
 
 ZEROS = "zeros"
+MASKS = "masks.safetensors"
 SPARSE = 0.1  # share of exact zeros from which a model counts as pruned
+# What happens to tensors that are entirely zero.
 HELD = "The other tensors are sparse, so these count as pruned too and stay zero. To train them, name them in skip=..."
 TRAINED = (
     "The other tensors are dense, so these count as initialized to zero, not as pruned, and will train. To hold them"
     " too, pass masks by name."
 )
-MASKS = "masks.safetensors"
+
+
+class Held:
+    """The masks of this process's weights, and how many weights each removes (`dead`)."""
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        prunables: Sequence[Prunable] = (),
+        totals: Callable[[Sequence[int]], Sequence[int]] = list,
+    ) -> None:
+        """`prunables` are those of the weights, and `totals` sums counts over all processes."""
+        self._fragile = [(number, one) for number, one in enumerate(prunables) if one.fragile]
+        self._totals = totals
+        self.shapes = [weight.shape for weight in weights]
+        self.packed = kernels.serves(*weights)
+        self.masks = [_all_kept(weight, self.packed) for weight in weights]
+        self.dead = [0] * len(weights)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        return [mask.device for mask in self.masks]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(mask.nbytes for mask in self.masks)
+
+    def bools(self, number: int) -> Tensor:
+        """A mask as bools in its weight's shape: the stored one, or a copy made from bits."""
+        return as_bool(self.masks[number], self.shapes[number])
+
+    def stored(self, mask: Tensor) -> Tensor:
+        """A bool mask flat and in the form of those held: bits or bools."""
+        flat = mask.reshape(-1)
+        return to_bits(flat) if self.packed else flat
+
+    def take(self, masks: Sequence[Tensor], kept: Sequence[int] | None = None) -> None:
+        """Store these flat masks. Bools are copied into the old ones, so references to them stay valid."""
+        self._check_slices(masks)
+        if self.packed:
+            self.masks = list(masks)
+        else:
+            for mine, mask in zip(self.masks, masks, strict=True):
+                mine.copy_(mask.view(mine.shape))
+        counts = kernels.population(self.masks) if kept is None else kept
+        self.dead = [shape.numel() - count for shape, count in zip(self.shapes, counts, strict=True)]
+
+    def _check_slices(self, masks: Sequence[Tensor]) -> None:
+        """Refuse masks that leave nothing of a slice that is divided by its norm: the outputs would be NaN."""
+        empty = []
+        for number, prunable in self._fragile:
+            mask = as_bool(masks[number], self.shapes[number])
+            dims = [dim for dim in prunable.fragile if dim == 0 or not is_sharded(prunable.parameter)]
+            empty.append(sum(int((~mask.movedim(dim, 0).flatten(1).any(1)).sum()) for dim in dims))
+        for (_, prunable), count in zip(self._fragile, self._totals(empty), strict=True):
+            if count:
+                whole = prunable.parameter.shape
+                most = whole.numel() - max(whole[dim] for dim in prunable.fragile)
+                raise SiteError(
+                    f"{prunable.name!r} cannot be pruned like this: nothing would be left of some of its rows, and"
+                    " weight_norm divides each by its norm, which gives NaN. At least one weight of each must stay: at"
+                    f" most {most:,} of its {whole.numel():,} weights can go (sparsity {most / whole.numel():.4f}). Ask"
+                    " for less, leave it out with skip=..., or remove weight_norm first. No mask was changed."
+                )
+
+    def returning(self, masks: Sequence[Tensor]) -> list[int]:
+        """How many pruned weights each of these flat masks would bring back."""
+        return kernels.population([mask & ~mine.view(-1) for mine, mask in zip(self.masks, masks, strict=True)])
+
+
+def _all_kept(weight: Tensor, packed: bool) -> Tensor:
+    whole = torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
+    return to_bits(whole.view(-1)) if packed else whole
+
+
+class Masks(Mapping[str, Tensor]):
+    """Bool masks by name, each made from its bits on access."""
+
+    def __init__(self, names: Sequence[str], held: Held) -> None:
+        self._held = dict(zip(names, zip(held.masks, held.shapes, strict=True), strict=True))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return as_bool(*self._held[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+# Given to a Pruner
 
 
 class HasMasks(Protocol):
@@ -158,6 +253,9 @@ def with_given(
     return [mask & own for mask, own in zip(masks, mine, strict=True)]
 
 
+# Applied to copies of the model
+
+
 @torch.no_grad()
 def apply_masks(
     module: nn.Module, masks: Mapping[str, Tensor], tied: Mapping[str, Sequence[str]] | None = None
@@ -204,30 +302,6 @@ def _copy_in(module: nn.Module, names: Mapping[str, Any]) -> nn.Module:
     while not names.keys() <= parameters_in(module).keys() and isinstance(getattr(module, "module", None), nn.Module):
         module = unwrap(module.module)  # type: ignore[arg-type]
     return module
-
-
-class HasState(Protocol):
-    """A Pruner, as far as `WholeState` needs it."""
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None: ...
-
-
-class WholeState:
-    """A Pruner's state as whole tensors on the CPU, for libraries that save on one rank what every rank returns."""
-
-    def __init__(self, pruner: HasState) -> None:
-        self._pruner = pruner
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The Pruner's state, the same plain CPU tensors on every rank; all ranks must call it."""
-        state = self._pruner.state_dict()
-        return compact({name: whole(tensor).cpu().contiguous() for name, tensor in state.items()})
-
-    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Load such a state at any world size; see `Pruner.load_state_dict`."""
-        self._pruner.load_state_dict(state, strict)
 
 
 # Files

@@ -38,7 +38,7 @@ from secateur.lab.costs import (
     quality_by_memory,
     shown,
 )
-from secateur.lab.page import LEGEND_LETTERS, block, figure, layer_bars, legend_columns
+from secateur.lab.figures import LEGEND_LETTERS, block, figure, layer_bars, legend_columns
 from secateur.lab.runs import Evaluation, Measure, Row, number
 from secateur.lab.statistics import Difference, Estimate, exponential, percent
 from secateur.report import html_page, html_table

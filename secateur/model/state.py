@@ -1,8 +1,8 @@
-"""The masks of a model, held beside its weights, and a Pruner's saved state: written, read and checked.
+"""A Pruner's saved state: made, checked against the Pruner that loads it, restored, and in a file of its own.
 
-Masks are held as bits where kernels read them and as bools elsewhere. A saved state is a flat dict of tensors: steps,
-asked sparsity, settings as JSON, and for each weight its mask packed row by row, its shape, a mark for every row, and
-the facts no optimizer keeps.
+It is a flat dict of tensors: steps, asked sparsity, settings as JSON, and for each weight its mask packed row by row,
+its shape, a mark for every row, and the facts no optimizer keeps. A file holds whole tensors as safetensors, so nothing
+in it can run when it is read, and it can be loaded at any world size.
 """
 
 from __future__ import annotations
@@ -10,119 +10,34 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from secateur import kernels
-from secateur.errors import SiteError, StateError
-from secateur.model.distributed import is_sharded, like, local, part_of, placement
+from secateur.errors import HF_EXTRA, StateError, library
+from secateur.files import replacing
+from secateur.model.distributed import like, local, part_of, placement, unwrap, whole
 from secateur.model.facts import KEPT_FACTS, Facts
-from secateur.model.prunable import Prunable
+from secateur.model.masks import Held
+from secateur.model.prunable import Prunable, plain_name
 from secateur.scores import mixed
 from secateur.selection import SYNONYMS
 from secateur.selection.exact import Peers
-from secateur.selection.masks import as_bool, pack, to_bits, unpack
+from secateur.selection.masks import can_unpack, pack, unpack
 from secateur.selection.tiles import Pattern, tile_of
 
+PRUNER = "pruner.safetensors"
+KIND = {"format": "pt", "secateur": "pruner"}
 ROWS = "rows."
 SETTINGS = "settings"
 SETTINGS_BYTES = 4096  # a fixed size, because torch.distributed.checkpoint loads into tensors of the saved shape
 LONGEST = 500  # bytes of JSON that one setting may take
 COMPARED = ("score", "scope", "pattern", "allocation", "schedule", "regrow")
 SPREAD = ("scope", "pattern", "allocation")  # settings that decide how many weights each tensor loses
-
-
-class Held:
-    """The masks of this process's weights, and how many weights each removes (`dead`)."""
-
-    def __init__(
-        self,
-        weights: Sequence[Tensor],
-        prunables: Sequence[Prunable] = (),
-        totals: Callable[[Sequence[int]], Sequence[int]] = list,
-    ) -> None:
-        """`prunables` are those of the weights, and `totals` sums counts over all processes."""
-        self._fragile = [(number, one) for number, one in enumerate(prunables) if one.fragile]
-        self._totals = totals
-        self.shapes = [weight.shape for weight in weights]
-        self.packed = kernels.serves(*weights)
-        self.masks = [_all_kept(weight, self.packed) for weight in weights]
-        self.dead = [0] * len(weights)
-
-    @property
-    def devices(self) -> list[torch.device]:
-        return [mask.device for mask in self.masks]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(mask.nbytes for mask in self.masks)
-
-    def bools(self, number: int) -> Tensor:
-        """A mask as bools in its weight's shape: the stored one, or a copy made from bits."""
-        return as_bool(self.masks[number], self.shapes[number])
-
-    def stored(self, mask: Tensor) -> Tensor:
-        """A bool mask flat and in the form of those held: bits or bools."""
-        flat = mask.reshape(-1)
-        return to_bits(flat) if self.packed else flat
-
-    def take(self, masks: Sequence[Tensor], kept: Sequence[int] | None = None) -> None:
-        """Store these flat masks. Bools are copied into the old ones, so references to them stay valid."""
-        self._check_slices(masks)
-        if self.packed:
-            self.masks = list(masks)
-        else:
-            for mine, mask in zip(self.masks, masks, strict=True):
-                mine.copy_(mask.view(mine.shape))
-        counts = kernels.population(self.masks) if kept is None else kept
-        self.dead = [shape.numel() - count for shape, count in zip(self.shapes, counts, strict=True)]
-
-    def _check_slices(self, masks: Sequence[Tensor]) -> None:
-        """Refuse masks that leave nothing of a slice that is divided by its norm: the outputs would be NaN."""
-        empty = []
-        for number, prunable in self._fragile:
-            mask = as_bool(masks[number], self.shapes[number])
-            dims = [dim for dim in prunable.fragile if dim == 0 or not is_sharded(prunable.parameter)]
-            empty.append(sum(int((~mask.movedim(dim, 0).flatten(1).any(1)).sum()) for dim in dims))
-        for (_, prunable), count in zip(self._fragile, self._totals(empty), strict=True):
-            if count:
-                whole = prunable.parameter.shape
-                most = whole.numel() - max(whole[dim] for dim in prunable.fragile)
-                raise SiteError(
-                    f"{prunable.name!r} cannot be pruned like this: nothing would be left of some of its rows, and"
-                    " weight_norm divides each by its norm, which gives NaN. At least one weight of each must stay: at"
-                    f" most {most:,} of its {whole.numel():,} weights can go (sparsity {most / whole.numel():.4f}). Ask"
-                    " for less, leave it out with skip=..., or remove weight_norm first. No mask was changed."
-                )
-
-    def returning(self, masks: Sequence[Tensor]) -> list[int]:
-        """How many pruned weights each of these flat masks would bring back."""
-        return kernels.population([mask & ~mine.view(-1) for mine, mask in zip(self.masks, masks, strict=True)])
-
-
-def _all_kept(weight: Tensor, packed: bool) -> Tensor:
-    whole = torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
-    return to_bits(whole.view(-1)) if packed else whole
-
-
-class Masks(Mapping[str, Tensor]):
-    """Bool masks by name, each made from its bits on access."""
-
-    def __init__(self, names: Sequence[str], held: Held) -> None:
-        self._held = dict(zip(names, zip(held.masks, held.shapes, strict=True), strict=True))
-
-    def __getitem__(self, name: str) -> Tensor:
-        return as_bool(*self._held[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
 
 
 def state_of(
@@ -373,4 +288,82 @@ def check_mapping(state: Any) -> None:
         if isinstance(found, Tensor) and (found.is_meta or found.layout != torch.strided):
             raise StateError(
                 f"Saved {name!r} has no values to read ({found.device}, {found.layout}). Load the file again."
+            )
+
+
+class HasState(Protocol):
+    """A Pruner, as far as `WholeState` needs it."""
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None: ...
+
+
+class WholeState:
+    """A Pruner's state as whole tensors on the CPU, for libraries that save on one rank what every rank returns."""
+
+    def __init__(self, pruner: HasState) -> None:
+        self._pruner = pruner
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The Pruner's state, the same plain CPU tensors on every rank; all ranks must call it."""
+        state = self._pruner.state_dict()
+        return compact({name: whole(tensor).cpu().contiguous() for name, tensor in state.items()})
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Load such a state at any world size; see `Pruner.load_state_dict`."""
+        self._pruner.load_state_dict(state, strict)
+
+
+# Files
+
+
+def write_pruner(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a state of whole tensors (`pruner.for_checkpointing().state_dict()`): the whole file or none."""
+    files = library("safetensors.torch", "Saving a Pruner", HF_EXTRA)
+    with replacing(path) as temporary:
+        files.save_file(dict(state), temporary, metadata=KIND)
+
+
+def read_pruner(path: Path) -> dict[str, Tensor]:
+    """The state in a file that `write_pruner` wrote, or an error that names the file."""
+    files = library("safetensors", "Reading a saved Pruner", HF_EXTRA)
+    try:
+        with files.safe_open(path, framework="pt") as opened:
+            kind = (opened.metadata() or {}).get("secateur")
+            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
+    except (OSError, files.SafetensorError) as error:
+        raise StateError(
+            f"{path} cannot be read ({error}): it is missing or damaged. Resume from another checkpoint, or put back a"
+            " copy of this file."
+        ) from error
+    if kind != KIND["secateur"]:
+        raise StateError(f"{path} is not the state of a Pruner but some other safetensors file.")
+    return found
+
+
+def restore(pruner: HasState, state: Mapping[str, Tensor], path: Path, strict: bool = True) -> None:
+    """Load a state that was read from this file, and name the file if it does not fit."""
+    try:
+        pruner.load_state_dict(state, strict=strict)
+    except StateError as error:
+        raise StateError(f"{path}: {error}") from error
+
+
+def check_zeros(model: nn.Module, state: Mapping[str, Tensor], path: Path, advice: str = "") -> None:
+    """Refuse masks of another checkpoint: weights that a mask prunes must be zero in the model.
+
+    Names and shapes are left to `Pruner.load_state_dict`.
+    """
+    check_mapping(state)
+    for name, parameter in unwrap(model).named_parameters():
+        packed, weight = state.get(f"mask.{plain_name(name)}"), local(parameter.detach())
+        if packed is None or not can_unpack(packed, parameter.shape):
+            continue
+        mask = unpack(part_of(packed, parameter).to(weight.device), weight.shape)
+        wrong = int(weight.masked_fill(mask, 0).count_nonzero())
+        if wrong:
+            raise StateError(
+                f"{path} is of another checkpoint than the model: it prunes {wrong:,} weights of {plain_name(name)!r}"
+                f" that are not zero. Name the checkpoint the model was loaded from.{advice}"
             )
