@@ -31,9 +31,13 @@ PAGE = 4 << 20  # bytes to allow for a page, a table or a record
 FLUSHING = os.O_RDWR if sys.platform == "win32" else os.O_RDONLY  # Windows flushes only what is open for writing
 
 
+# A path may hold bytes that are no UTF-8 text. Reports name paths, and are written all the same.
+ESCAPED = "backslashreplace"
+
+
 def write(path: Place, text: str) -> None:
     """Write a text file atomically: under a temporary name, flushed to disk, then renamed."""
-    with replacing(path) as temporary, temporary.open("x", encoding="utf-8") as file:
+    with replacing(path) as temporary, temporary.open("x", encoding="utf-8", errors=ESCAPED) as file:
         file.write(text)
 
 
@@ -102,7 +106,9 @@ def resuming(folder: Place) -> Iterator[Path]:
 @contextmanager
 def claimed(path: Place) -> Iterator[None]:
     """Lock this file or folder against other writers, and remove what killed processes left of it."""
-    path = Path(os.path.realpath(path))
+    path = _real(path)
+    if not path.name:
+        raise SaveError(f"{path} cannot be replaced. Name a file or folder inside it with --out.")
     _check_writable(path.parent)
     missing = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +165,7 @@ def clear(path: Place, older: float = 0.0) -> None:
 def check_folder(folder: Place, needed: int = 0, *, replaced: bool = True) -> None:
     """Check before long work that a folder can be written and the disk has `needed` bytes. A folder that is `replaced`
     as a whole is written beside the old one; otherwise files go into it."""
-    folder = Path(os.path.realpath(folder))
+    folder = _real(folder)
     if folder.exists() and not folder.is_dir():
         raise SaveError(f"{folder} is a file; a folder is needed. Name another with --out.")
     if replaced and os.path.ismount(folder):
@@ -171,8 +177,8 @@ def check_folder(folder: Place, needed: int = 0, *, replaced: bool = True) -> No
 def check_file(path: Place) -> None:
     """Check before long work that a file can be written and the disk has room for a page."""
     path = Path(path)
-    if not path.resolve().parent.is_dir():
-        raise SaveError(f"There is no folder {path.resolve().parent} to write {path.name} into.")
+    if not (folder := _real(path).parent).is_dir():
+        raise SaveError(f"There is no folder {folder} to write {path.name} into. Make it, or name another.")
     if path.exists() and not path.is_file():
         raise SaveError(f"{path} exists and is not a file. Name a file.")
     _check_writable(path.parent)
@@ -212,8 +218,16 @@ def folder_name(text: str) -> str:
 
 
 def megabytes(number: int) -> str:
-    """A size as text."""
-    return f"{number / 1e6:,.2f} MB"
+    """A size as text, in kB below a megabyte, where layers of small models would be 0.00 MB."""
+    return f"{number / 1e3:,.1f} kB" if number < 1e6 else f"{number / 1e6:,.2f} MB"
+
+
+def _real(path: Place) -> Path:
+    """Where a path leads, through links; `Path.resolve` raises RuntimeError for a link that leads to itself."""
+    found = Path(os.path.realpath(path))
+    if found.is_symlink():
+        raise SaveError(f"{path} is a link that leads to itself. Name another path.")
+    return found
 
 
 def _hidden(path: Path) -> str:
@@ -226,12 +240,13 @@ def _reason(error: Exception) -> str:
 
 def _nearest_folder(path: Path) -> Path:
     """The nearest existing folder at or above a path."""
-    return next(folder for folder in (path.resolve(), *path.resolve().parents) if folder.is_dir())
+    path = _real(path)
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def _check_writable(folder: Path) -> None:
     """Raise if nothing can be written in a folder, which need not exist yet."""
-    folder = folder.resolve()
+    folder = _real(folder)
     try:
         tempfile.TemporaryFile(dir=next(one for one in (folder, *folder.parents) if one.exists())).close()
     except OSError as error:

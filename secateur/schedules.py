@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ def check_sparsity(value: float) -> float:
     item = getattr(value, "item", None)
     value = item() if callable(item) and getattr(value, "ndim", 1) == 0 else value  # a scalar of torch or NumPy
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        number = isinstance(value, int | float) and value > 1
+        number = isinstance(value, int | float) and 1 < value < math.inf
         percent = f" For {value:g} percent write {value / 100:g}." if number else ""
         raise ScheduleError(f"Sparsity is the fraction of weights to remove, in [0, 1); got {value!r}.{percent}")
     return float(value)

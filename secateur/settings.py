@@ -1,4 +1,5 @@
-"""Settings of a job: a frozen dataclass filled from TOML or the command line, with every key and value checked."""
+"""Settings of a job: a frozen dataclass filled from TOML or the command line, with every key and value checked. And the
+one environment variable that every part reads."""
 
 from __future__ import annotations
 
@@ -13,6 +14,14 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from secateur.errors import SecateurError, nearest
 
 Kind = TypeVar("Kind")
+
+
+def kernels_off() -> bool:
+    """Whether the variable SECATEUR_KERNELS asks for plain torch; a word other than "on" and "off" raises."""
+    asked = os.environ.get("SECATEUR_KERNELS") or "on"
+    if asked not in ("on", "off"):
+        raise SecateurError(f"SECATEUR_KERNELS is {asked!r}. Set it to off for plain torch, or unset it.")
+    return asked == "off"
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -36,7 +45,7 @@ def checked(kind: type, found: Mapping[str, Any], source: str) -> dict[str, Any]
             raise SecateurError(f"{source} has no setting {key!r}.{nearest(key, known)} Known: {', '.join(known)}.")
         value: Any = tuple(given) if isinstance(given, list) else given
         if not _fits(value, hints[key]):
-            raise SecateurError(f"{source}: {key} = {value!r} must be {_words(hints[key])}.")
+            raise SecateurError(f"{source}: {key} = {given!r} must be {_words(hints[key])}.")
         values[key] = float(value) if hints[key] is float else value
     return values
 

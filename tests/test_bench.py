@@ -285,3 +285,12 @@ def test_committed_records_carry_what_they_need() -> None:
         assert found.keys() >= ALWAYS, path
         runs = [run["summary"] for run in found.get("runs", [])]  # of the lab, each with its own
         assert all({"versions", "commit", "hardware"} <= run.keys() for run in runs), path
+
+
+def test_records_go_to_the_current_folder_but_to_their_place_in_the_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert record.results_folder().resolve() == tmp_path
+    monkeypatch.chdir(record.ROOT / "tests")
+    assert record.results_folder() == record.ROOT / "benchmarks" / "results"

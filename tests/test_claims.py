@@ -54,7 +54,6 @@ def test_every_document_is_read_to_its_end() -> None:
 def test_the_claims_asked_for_are_there(words: str) -> None:
     found = [claim for claim in CHECKLIST.claims if words in claim.claim]
     assert len(found) == 1
-    assert found[0].headline
 
 
 @pytest.mark.parametrize(

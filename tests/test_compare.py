@@ -15,7 +15,7 @@ from scipy import stats
 from secateur.cli import main
 from secateur.errors import ComparisonError
 from secateur.lab.compare import short_names
-from secateur.lab.compare_page import few_rows, layer_means, lines_of, render, styles, summary
+from secateur.lab.compare_page import COLOURS, few_rows, layer_means, lines_of, render, styles, summary
 from secateur.lab.costs import mean_of
 from secateur.lab.runs import read_runs
 from secateur.lab.statistics import Difference, difference, ratio
@@ -473,3 +473,17 @@ def test_the_page_of_costs_opens(tmp_path: Path) -> None:
     size, complaints = open_page(page, tmp_path)
     assert size > 20_000
     assert complaints == []
+
+
+def test_rows_that_were_evaluated_once_are_seen(tmp_path: Path) -> None:
+    """A line of one point has no length: it gets a mark, which matplotlib draws by reference."""
+
+    def marks(evaluations: int) -> int:
+        folder = tmp_path / str(evaluations)
+        points = [(10, 1.0, 2.5, 0.5), (20, 2.0, 2.0, 0.5)][-evaluations:]
+        for score, seed in (("magnitude", 0), ("magnitude", 1), ("variance", 0), ("variance", 1)):
+            make_run(folder / f"{score}-{seed}", points, score=score, seed=seed)
+        page = render(compared(folder, ["score"])).lower()
+        return sum(page.count(f'style="fill: {colour}; stroke: {colour}"') for colour in map(str.lower, COLOURS))
+
+    assert marks(1) > marks(2)

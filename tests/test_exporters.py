@@ -13,6 +13,7 @@ import torch
 import secateur as sc
 from secateur.cli import main
 from secateur.errors import ModelError, SaveError
+from secateur.files import megabytes
 from secateur.inference import exporters
 from tests import tiny
 from tests.damage import refused, small_disk
@@ -38,7 +39,7 @@ def test_onnx_runtime_gives_the_same_logits(packed: Path, tmp_path: Path, capsys
     assert export(packed, "--format", "onnx", "--out", out) == 0
     said = capsys.readouterr().out
     size = sum(path.stat().st_size for path in out.glob("model.onnx*"))
-    assert f"model files {size / 1e6:,.2f} MB" in said
+    assert f"model files {megabytes(size)}" in said
     assert "Zeros stay, ONNX Runtime does not use them: weights are as large as dense ones in fp32." in said
     assert {"config.json", "model.onnx", "tokenizer.json"} <= {path.name for path in out.iterdir()}
     assert "quantization_config" not in (out / "config.json").read_text()

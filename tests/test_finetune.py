@@ -490,7 +490,11 @@ def test_a_teacher_that_cannot_teach_is_refused(folder: Path, capsys: pytest.Cap
     tiny.bert().save_pretrained("masked")
     tiny.gpt2(n_positions=8).save_pretrained("short")
     tiny.llama().save_pretrained("other")
-    for name in ("masked", "short", "other"):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    config = transformers.ViTConfig(**sizes, num_hidden_layers=1)
+    transformers.ViTForImageClassification(config).save_pretrained("pictures")
+    for name in ("masked", "short", "other", "pictures"):
         tiny.tokenizer().save_pretrained(name)
     words = json.loads(Path("other/tokenizer.json").read_text())
     vocabulary = words["model"]["vocab"]
@@ -498,6 +502,10 @@ def test_a_teacher_that_cannot_teach_is_refused(folder: Path, capsys: pytest.Cap
     Path("other/tokenizer.json").write_text(json.dumps(words))
     for name, said in (
         ("masked", "The teacher is a BertForMaskedLM, which sees the tokens"),
+        (
+            "pictures",
+            "ViTForImageClassification predicts no tokens to distill. Use a language model.",
+        ),
         ("short", "GPT2LMHeadModel has 8 learned positions, and a context of 16"),
         ("other", "tokenizers of student and teacher differ in 2 tokens, such as 'a'"),
     ):

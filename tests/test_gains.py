@@ -54,9 +54,9 @@ def test_layers_alike_are_measured_once_and_counted_all(monkeypatch: pytest.Monk
     ]  # fmt: skip
     assert {row[-1] for row in found.rows()} == {"3.00x"}
     kept = sum(int((weights[name] != 0).sum()) for name in ("a.weight", "b.weight", "c.weight", "turned.weight"))
-    size = (4 * kept + (3 * 16 * 32 + 8 * 32) // 8) / 1e6
+    size = (4 * kept + (3 * 16 * 32 + 8 * 32) // 8) / 1e3
     lines = found.lines()
-    assert lines[0].startswith(f"Packed, 4 linear layers take {size:,.2f} MB instead of 0.01 MB (")
+    assert lines[0].startswith(f"Packed, 4 linear layers take {size:,.1f} kB instead of 7.2 kB (")
     assert lines[0].endswith("1 linear layer has too few zeros to be packed.")
     assert lines[-1].startswith("One input takes 0.40 ms through them instead of 1.20 (3.00x)")
 

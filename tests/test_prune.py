@@ -296,7 +296,7 @@ def test_frozen_models_are_pruned_and_stay_frozen() -> None:
     [
         (
             {"score": "movement"},
-            "needs movement_sum, which exist only in training. Scores that work here: bi",
+            "needs movement_sum, not available after training. Scores that work here: bi",
         ),
         ({"rounds": 0}, "rounds is how many times"),
         ({"reconstruct": "twice"}, "reconstruct is False, True or 'every'"),

@@ -40,7 +40,7 @@ def test_jsonl_is_read(tmp_path: Path, field: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": 1}', "Line 2 of .* has no text under 'text'; it has 'text'. Name the field: .*a.jsonl:FIELD."),
+        ('{"text": 1}', "Line 2 of .* has no text under 'text'; it has 1 there. Name the field: .*a.jsonl:FIELD."),
         ('{"a": "x", "b": 2}', "Line 2 .* has no text under 'text'; it has 'a', 'b'."),
         ("[1]", "Line 2 .* has no text under 'text'; it has a list."),
         ("{oops", "Line 2 of .*a.jsonl is not JSON: .* at column 2."),

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,9 @@ import secateur as sc
 from secateur.cli import VERBS, build_parser, main, scores
 from secateur.cli.options import pick_device, training_on_cpu
 from secateur.cli.prune import Verdict
+from secateur.errors import SecateurError
+from secateur.files import write
+from secateur.kernels import reason_against
 from secateur.model.inspect import Inspected, inspect_tensor, inspect_tensors, patterns
 from secateur.report import collapse
 from tests.damage import refused
@@ -122,6 +126,10 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("prune", "the following arguments are required: model"),
         ("prune m --sparsity half", "--sparsity: must be a fraction such as 0.5, got 'half'"),
         ("prune m --sparsity 50", "percent write 0.5"),
+        ("prune m --sparsity inf", "in [0, 1); got inf."),
+        ("prune m --context 1", "--context: must be at least 2"),
+        ("prune m --out /", "/ cannot be replaced. Name a file or folder inside it with --out."),
+        ("inspect . --out " + 300 * "x", "x cannot be used: File name too long. Name another path."),
         ("prune m --sparsity 1", "in [0, 1); got 1.0"),
         ("prune m --device nowhere", "--device nowhere: there is no such device here"),
         ("prune m --device meta", "--device meta: there is no such device here"),
@@ -131,6 +139,10 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("prune ./missing", "There is no folder ./missing"),
         ("probe m --order sideways", "--order must be one of joint, reverse, forward, size; got 'sideways'"),
         ("probe m --score wandda", "Did you mean 'wanda'?"),
+        (
+            "probe m --score movement",
+            "movement needs movement_sum, not available after training. Scores that work here: ",
+        ),
         ("probe m --order reverse --group some", "--group must be a number of layers, or block; got 'some'"),
         ("probe m --group 1", "--group has no effect with --order joint"),
         ("probe m --until --group block", "--group has no effect with --order joint"),
@@ -159,6 +171,11 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("prune m --device cpu --memory 8GB", "--memory limits CUDA devices and has no effect on cpu"),
         ("finetune m", "the following arguments are required: --data"),
         ("finetune m --data x --sparsity 80", "percent write 0.8"),
+        (
+            "finetune m --data builtin --score wanda",
+            "wanda needs input_norm, not available while training (--how oneshot has it). Scores that work here: ",
+        ),
+        ("finetune m --data builtin --how oneshot --score movement", "movement_sum, not available after training."),
         ("finetune ./missing --data builtin", "There is no folder ./missing"),
         ("train", "train needs a recipe or settings: secateur train RECIPE.toml"),
         ("train --dry-run", "train needs a recipe or settings"),
@@ -166,6 +183,11 @@ def test_the_same_option_means_the_same_in_every_verb() -> None:
         ("train --set sparsity=0.5", "sparsity does nothing without a score"),
         ("train --score variance --sparsity 70", "percent write 0.7"),
         ("train --score varianc --sparsity 0.7", "Did you mean 'variance'?"),
+        ("train --score wanda --sparsity 0.7", "wanda needs input_norm, not available in training with adamw"),
+        (
+            "train --score variance --sparsity 0.7 --optimizer sgd",
+            "variance needs exp_avg_sq, not available in training with sgd. Scores that work",
+        ),
         ("train --score variance --variant bitter7", "name the score twice"),
         ("train --set steps=ten", "steps = 'ten'"),
         ("train --set steps=5 --device nowhere", "--device nowhere: there is no such device here"),
@@ -205,6 +227,57 @@ def test_a_mistake_is_one_line(
         code = int(left.code or 0)
     assert message in refused(capsys, code)
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+@pytest.mark.parametrize(
+    "words",
+    ["prune m --out loop", "demo --out loop", "compare . --json loop", "export m --out loop", "bench step --out loop"],
+)
+def test_a_link_that_leads_to_itself_is_one_line(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    assert "loop is a link that leads to itself. Name another path." in refused(capsys, main(words.split()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_a_path_that_is_no_text(tmp_path: Path) -> None:
+    """Latin-1 in the name of a folder, on a system that reads names as UTF-8; and a terminal that knows ASCII alone."""
+    (tmp_path / "a.txt").write_text("some text to keep\n" * 99)
+    odd = os.fsdecode(b"caf\xe9")
+    done = shell("data", "a.txt", "--out", odd, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"caf\udce9: " in done.stdout
+    done = shell("data", "a.txt", "--out", "caf\u00e9", cwd=tmp_path, env={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    write(tmp_path / "page.html", f"<p>{odd}")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == r"<p>caf\udce9"
+
+
+def test_a_value_of_the_wrong_type_names_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.toml").write_text('data = ["python"]\n')
+    words = ["train", "recipe.toml", "--steps", "2"]
+    assert "recipe.toml: data = ['python'] must be text." in refused(capsys, main(words))
+
+
+def test_a_misspelt_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SECATEUR_KERNELS", "bogus")
+    assert "SECATEUR_KERNELS is 'bogus'. Set it to off for plain torch" in refused(capsys, main(["scores"]))
+    with pytest.raises(SecateurError, match="SECATEUR_KERNELS is 'bogus'"):
+        reason_against(torch.device("cpu"))
+
+
+def test_warnings_of_the_library_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    main(["scores"])
+    ours = warnings.formatwarning("said", UserWarning, str(ROOT / "secateur" / "report.py"), 3)
+    assert ours == "secateur: warning: said\n"
+    assert "other.py:3: UserWarning: said" in warnings.formatwarning("said", UserWarning, "/other.py", 3)
 
 
 def test_a_name_the_hub_does_not_know_is_one_line(tmp_path: Path) -> None:
@@ -461,7 +534,7 @@ def test_inspecting_a_folder(saved: Path, tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr().out
     assert re.search(r"4 layers alike: model\.layers\.\*\.mlp\.up_proj\.weight +\S+ +\S+ +50\.00% +2:4 ", said)
     assert "Every weight that the 28 masks remove is zero." in said
-    assert re.search(r"Dense \d\.\d\d MB; packed \d\.\d\d MB", said)
+    assert re.search(r"Dense [\d.]+ kB; packed [\d.]+ kB", said)
     page = (tmp_path / "zeros.html").read_text()
     assert page.count(' title="') >= 28
     assert "% of the weights are zero</h1>" in page

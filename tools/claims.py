@@ -1,7 +1,7 @@
 """The checklist docs/claims.toml as tables, and the tables of the two records made for it.
 
 Every claim of the documents of AdamWPrune and GradProbe has a verdict and evidence. tools/tables.py writes the tables
-of docs/claims.md and docs/results.md from here, and tests/test_claims.py checks that the evidence exists.
+of docs/claims.md from here, and tests/test_claims.py checks that the evidence exists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Claim:
     found: str
     evidence: list[str]
     line: int | None = None  # in its document
-    headline: bool = False  # whether docs/results.md has it too
 
 
 @dataclass(frozen=True)
@@ -110,13 +109,6 @@ def counts(found: Checklist) -> str:
     number = Counter(one.verdict for one in found.claims)
     listed = ", ".join(f"{number[verdict]} {verdict}" for verdict in found.verdicts)
     return f"{len(found.claims)} claims: {listed}."
-
-
-def headline_table() -> str:
-    """The claims that matter most, without their evidence."""
-    found = read_checklist()
-    rows = [(one.claim, one.verdict, one.found) for one in found.claims if one.headline]
-    return "\n\n".join([markdown_table(("claim", "verdict", "found"), rows).replace("---:", "---"), counts(found)])
 
 
 def forms_tables(record: dict[str, Any]) -> list[str]:

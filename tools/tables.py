@@ -261,7 +261,6 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "demo": lambda: part("demo", CPU, lambda found: [markdown_table(found["header"], found["rows"])]),
     "claims": claims.full_tables,
-    "claims-headline": claims.headline_table,
     "cost": cost_table,
     "data-stream": stream_part,
     "decode": lambda: part("decode", CPU, decode_tables),

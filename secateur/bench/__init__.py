@@ -1,4 +1,4 @@
-"""Benchmarks: `secateur bench NAME` measures, prints a table and writes every raw sample to benchmarks/results.
+"""Benchmarks: `secateur bench NAME` measures, prints a table and writes every raw sample to a file.
 
 Each module named here has `run(options)`, which returns the exit code; secateur/cli/bench.py has the options, and shows
 the docstring of the module as the description. `python -m tools.tables` renders the records in README and docs.

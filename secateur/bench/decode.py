@@ -38,6 +38,7 @@ from secateur.kernels import decode_cuda, reason_against
 from secateur.lab import record
 from secateur.report import text_table
 from secateur.selection.masks import packed_bytes
+from secateur.settings import kernels_off
 
 SHAPES = ("4096x4096", "8192x8192")
 SPARSITIES = (0.5, 0.8, 0.9)
@@ -100,7 +101,7 @@ def kernel(device: torch.device) -> str:
             return f"plain torch: {reason}"
         return "a CUDA kernel, compiled by NVRTC" if slower is None else f"Triton kernels ({slower})"
     found = cpu.library()
-    if cpu.off():
+    if kernels_off():
         return "plain torch (SECATEUR_KERNELS=off)"
     return f"plain torch: {found}" if isinstance(found, str) else cpu.LEVELS[found.level]
 

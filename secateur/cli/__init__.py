@@ -6,17 +6,22 @@ Parsing imports no torch, so that help and mistakes are answered at once; each v
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import secateur
 from secateur.cli import bench, compare, data, demo, export, finetune, inspect, probe, prune, scores, sweep, train
 from secateur.cli.options import INTERRUPTED, INTERRUPTED_LINE, Verb, wrapped
-from secateur.errors import SecateurError, nearest
+from secateur.errors import SecateurError, nearest, one_line
+from secateur.files import ESCAPED
+from secateur.settings import kernels_off
 
 VERBS: dict[str, Verb] = {
     "demo": demo,
@@ -89,6 +94,25 @@ def build_parser(chosen: str | None = None) -> Parser:
     return parser
 
 
+def said(error: Exception) -> str:
+    """The message of an error in one line, whatever a library wrote; the system's with path and reason."""
+    if isinstance(error, OSError) and error.strerror:
+        known = error.filename is not None  # not where the output itself cannot be written
+        return f"{error.filename} cannot be used: {error.strerror}. Name another path." if known else error.strerror
+    return one_line(error)
+
+
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Warnings of this package in one line, without the place in its source."""
+    ours = Path(filename).is_relative_to(Path(__file__).parents[1])
+    return f"secateur: warning: {message}\n" if ours else _STANDARD(message, category, filename, lineno, line)
+
+
+_STANDARD = warnings.formatwarning
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code: 0, 2 after a mistake, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -103,14 +127,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.verb is None:
         parser.error(f"name a verb first: {', '.join(VERBS)}")
+    warnings.formatwarning = _formatted
+    if not sys.stderr.isatty():  # bars of the Hugging Face libraries would fill a log
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors=ESCAPED)  # as stderr is: a path may not be text, or the terminal know no umlauts
     options.invocation = shlex.join(["secateur", *arguments])
     try:
+        kernels_off()  # a misspelt value is said before anything is loaded
         return int(options.run(options))
     except BrokenPipeError:  # the reader of our output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (SecateurError, OSError) as error:
-        print(f"secateur: {' '.join(str(error).split())}", file=sys.stderr)  # one line, whatever a library wrote
+        print(f"secateur: {said(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(INTERRUPTED_LINE, file=sys.stderr)

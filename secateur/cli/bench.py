@@ -17,6 +17,7 @@ from secateur.cli.options import (
     TEXTS,
     add_device,
     add_out,
+    context_length,
     demo_steps,
     import_torch,
     pick_device,
@@ -126,7 +127,7 @@ def _quality(parser: argparse.ArgumentParser) -> None:
     _add_common(parser, ("variance",), (0.5, 0.6), seeded=False)
     parser.add_argument("--model", default="smollm2", help=f"{MODELS} (smollm2)")
     parser.add_argument("--text", required=True, help=TEXTS)
-    parser.add_argument("--context", type=positive, default=1024, help="tokens in a window (1024)")
+    parser.add_argument("--context", type=context_length, default=1024, help="tokens in a window (1024)")
     parser.add_argument("--windows", type=positive, help="windows in all (as many as the text has)")
     parser.add_argument("--batch", type=positive, default=8, help="windows at a time (8)")
     parser.add_argument("--patterns", nargs="*", default=["2:4"], help="(2:4)")
@@ -162,7 +163,7 @@ def _patterns(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--patterns", nargs="*", default=["2:4", "8:16", "16:32", "4:16"], help="(2:4 8:16 16:32 4:16)")
     parser.add_argument("--sparsity", type=sparsity, nargs="*", default=[0.5, 0.75], help="unstructured (0.5 0.75)")
-    parser.add_argument("--context", type=positive, default=256, help="tokens in a window (256)")
+    parser.add_argument("--context", type=context_length, default=256, help="tokens in a window (256)")
     parser.add_argument("--windows", type=positive, default=24, help="windows in all (24)")
     parser.add_argument("--batch", type=positive, default=4, help="windows at a time (4)")
     parser.add_argument("--threads", type=positive, help="torch's threads on a CPU (as many as torch takes)")
@@ -195,7 +196,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             name, help=summary, description=description(name), formatter_class=argparse.RawDescriptionHelpFormatter
         )
         OPTIONS[name](one)
-        add_out(one, "folder of the record (benchmarks/results)", metavar="FOLDER")
+        add_out(
+            one,
+            "folder of the record (the current one; in a clone, its benchmarks/results)",
+            metavar="FOLDER",
+        )
 
 
 def description(name: str) -> str:

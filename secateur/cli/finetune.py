@@ -25,6 +25,7 @@ from secateur.cli.options import (
     add_tracker,
     check_other,
     check_tracker,
+    context_length,
     import_torch,
     number,
     positive,
@@ -90,7 +91,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=_rate, help=f"highest learning rate ({RATE}; {LORA_RATE} with --lora)")
     parser.add_argument("--batch", type=positive, help=f"windows at a time, in each process ({batch})")
     parser.add_argument("--accumulate", type=positive, default=1, metavar="N", help="batches in an optimizer step (1)")
-    parser.add_argument("--context", type=_context, help=f"tokens in a window ({context})")
+    parser.add_argument("--context", type=context_length, help=f"tokens in a window ({context})")
     parser.add_argument(
         "--calibration", type=positive, metavar="N", help=f"windows to prune on, with --how oneshot ({calibration})"
     )
@@ -107,12 +108,6 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint-every", type=positive, default=100, metavar="STEPS", help="steps between checkpoints (100)"
     )
-
-
-def _context(text: str) -> int:
-    if (tokens := positive(text)) < 2:
-        raise argparse.ArgumentTypeError("must be at least 2: a token is predicted from those before it")
-    return tokens
 
 
 def _rate(text: str) -> float:
@@ -135,12 +130,11 @@ def run(options: argparse.Namespace) -> int:
     if options.lora:
         library("peft", "--lora", '"secateur[peft]"')
     from secateur.integrations.folder import check_free, check_model
-    from secateur.scores import resolve
 
+    _check_score(options)
     for model in filter(None, (options.model, options.teacher)):
         check_model(model)
 
-    resolve(options.score or "variance")
     folder = options.out or Path(f"finetuned-{Path(options.model).name}")
     # torchrun and accelerate start this command in every process; the first one owns the folder.
     with claimed(folder) if os.environ.get("RANK", "0") == "0" else nullcontext():
@@ -168,6 +162,19 @@ def _check(options: argparse.Namespace) -> None:
     if options.how == "gradual" and options.lora:
         raise SecateurError("--lora trains adapters on a pruned model. Use --how oneshot, or hold for a sparse model.")
     check_tracker(options.tracker)
+
+
+def _check_score(options: argparse.Namespace) -> None:
+    """Refuse a score that is not known, or that reads what there is not at the time of pruning."""
+    from secateur.model.facts import ADAM_FACTS, check_needs
+    from secateur.oneshot.calibration import check_calibrated
+    from secateur.scores import resolve
+
+    score = resolve(options.score or "variance")
+    if options.how == "gradual":
+        check_needs(score, ADAM_FACTS, "while training (--how oneshot has it)")
+    else:
+        check_calibrated(score)
 
 
 def _check_hold(options: argparse.Namespace) -> None:
@@ -307,7 +314,7 @@ def _save(folder: Path, plan: Plan, result: Result, options: argparse.Namespace)
     for note in result.notes:
         print(note)
     save(result.model, result.tokenizer, folder, result.masks, texts, overwrite=options.overwrite)
-    print(f"\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html")
+    print(f"\nSaved in {folder}: the model, masks.safetensors, report.md, report.json, report.html, README.md")
     for warning in found.warnings:
         print(f"secateur: warning: {warning}", file=sys.stderr)
     print(found)

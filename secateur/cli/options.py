@@ -59,6 +59,13 @@ def whole(text: str) -> int:
     return 0 if text.strip() == "0" else positive(text)
 
 
+def context_length(text: str) -> int:
+    """A number of tokens in a window."""
+    if (tokens := positive(text)) < 2:
+        raise argparse.ArgumentTypeError("must be at least 2: a token is predicted from those before it")
+    return tokens
+
+
 def number(text: str, fits: Callable[[float], bool], wanted: str) -> float:
     """A number that fits; the error says what is wanted."""
     try:

@@ -80,15 +80,16 @@ def run(options: argparse.Namespace) -> int:
     _check_mode(options)
     group = _group(options.group)
     import_torch()
+    from secateur.oneshot.calibration import check_calibrated
     from secateur.oneshot.probe import ORDERS, Job
     from secateur.scores import resolve
     from secateur.selection import check_choice
 
     if options.order not in ORDERS:
         raise SecateurError(f"--order must be one of {', '.join(ORDERS)}; got {options.order!r}.")
-    how = Job(
-        resolve(options.score), options.scope, options.shrink, options.tolerance, options.order, group, options.refresh
-    )
+    score = resolve(options.score)
+    check_calibrated(score)
+    how = Job(score, options.scope, options.shrink, options.tolerance, options.order, group, options.refresh)
     how.check(options.exact, options.tolerances or ())  # before the model is loaded
     check_choice(0.5, options.scope or "model", None, None)
     shared: dict[str, Any] = {

@@ -21,6 +21,7 @@ from secateur.cli.options import (
     add_out,
     add_sparsity,
     check_other,
+    context_length,
     import_torch,
     pick_device,
     positive,
@@ -95,9 +96,12 @@ def run(options: argparse.Namespace) -> int:
     given = {"pattern": options.pattern, "skip": options.skip, "only": options.only}
     recipe |= {key: value for key, value in given.items() if value}
     import_torch()
+    from secateur.oneshot.calibration import check_calibrated
     from secateur.oneshot.prune import prune
+    from secateur.scores import resolve
     from secateur.selection.tiles import parse_pattern
 
+    check_calibrated(resolve(recipe["score"]))
     pattern = parse_pattern(recipe["pattern"])
     fixed = None if pattern is None else pattern.sparsity  # 2:4 is 50 %
     if fixed is not None and options.sparsity not in (None, fixed):
@@ -123,7 +127,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     add_sparsity(parser, "0.5")
     parser.add_argument("--data", default="builtin", help=f"text to calibrate on: {TEXTS} (builtin)")
     parser.add_argument("--eval-data", help="text to evaluate on (what follows the calibration text in --data)")
-    parser.add_argument("--context", type=positive, help=f"tokens in a window {context}")
+    parser.add_argument("--context", type=context_length, help=f"tokens in a window {context}")
     parser.add_argument("--calibration", type=positive, metavar="N", help=f"windows to calibrate on {calibration}")
     parser.add_argument("--evaluation", type=positive, metavar="N", help=f"windows to evaluate on {evaluation}")
     parser.add_argument("--batch", type=positive, help=f"windows at a time {batch}")

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from secateur.errors import ModelError, SecateurError, nearest
 from secateur.inference.format import unpacked
+from secateur.settings import kernels_off
 
 LOG = logging.getLogger("secateur")
 BUILT = Path(__file__).parent / "native" / "packed_linear.so"
@@ -93,7 +94,7 @@ def linear(
     x: Tensor, values: Tensor, mask: Tensor, offsets: Tensor, scale: Tensor | None, bias: Tensor | None, columns: int
 ) -> Tensor:
     """x @ weight.T + bias for a packed weight, by the fastest way there is."""
-    if off() or not supported(x, values, mask, offsets, scale, bias, columns):
+    if kernels_off() or not supported(x, values, mask, offsets, scale, bias, columns):
         dtype = x.dtype if scale is not None else values.dtype
         return functional.linear(x, unpacked(values, mask, scale, (mask.shape[0], columns), dtype), bias)
     found = library()
@@ -125,11 +126,6 @@ def supported(
         and offsets.is_contiguous()
         and mask.is_cpu and values.is_cpu and offsets.is_cpu
     )  # fmt: skip
-
-
-def off() -> bool:
-    """Whether SECATEUR_KERNELS=off asks for the reference."""
-    return os.environ.get("SECATEUR_KERNELS") == "off"
 
 
 @functools.cache
@@ -169,8 +165,8 @@ def _level(best: int) -> int:
     asked = os.environ.get("SECATEUR_CPU_LEVEL") or LEVELS[best]
     if asked not in LEVELS[: best + 1]:
         raise SecateurError(
-            f"SECATEUR_CPU_LEVEL is {asked!r}; this processor has {', '.join(LEVELS[: best + 1])}."
-            f"{nearest(asked, LEVELS[: best + 1])}"
+            f"SECATEUR_CPU_LEVEL is {asked!r}; this processor has {', '.join(LEVELS[: best + 1])}. Set it to one of"
+            f" them, or unset it.{nearest(asked, LEVELS[: best + 1])}"
         )
     return LEVELS.index(asked)
 

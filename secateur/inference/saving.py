@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import HF_EXTRA, DataError, ModelError, library
-from secateur.files import appearing, read_json, write
+from secateur.errors import HF_EXTRA, DataError, ModelError, library, one_line
+from secateur.files import ESCAPED, appearing, read_json, write
 from secateur.inference import convert as forms
 from secateur.inference.card import CARD, model_card, reloaded
 from secateur.inference.format import (
@@ -139,7 +139,7 @@ def write_folder(
         for name, text in (texts or {}).items():
             if Path(name).name != name or ((partial / name).exists() and name != CARD):
                 raise ModelError(f"A report cannot be saved as {name!r}: that is a path, or a file of the model's own.")
-            (partial / name).write_text(text, encoding="utf-8")
+            (partial / name).write_text(text, encoding="utf-8", errors=ESCAPED)
     return folder
 
 
@@ -252,7 +252,7 @@ def export(
             if (partial / CARD).is_file():
                 text = (partial / CARD).read_text(encoding="utf-8")
                 text = reloaded(text, folder.name, bool(done.packed), compress)
-                (partial / CARD).write_text(text, encoding="utf-8")
+                (partial / CARD).write_text(text, encoding="utf-8", errors=ESCAPED)
     return done
 
 
@@ -398,10 +398,10 @@ def load_pretrained(name: str, dtype: torch.dtype | None) -> Any:
     return model
 
 
-def not_loaded(name: str, error: Exception) -> ModelError:
-    """The error that a model could not be loaded, in one line."""
+def not_loaded(name: str, error: Exception, part: str = "") -> ModelError:
+    """The error that a model, or a `part` of it, could not be loaded, in one line."""
     where = "" if Path(name).is_dir() else " (there is no such folder, so it was looked up on the Hugging Face hub)"
-    return ModelError(f"{name} cannot be loaded{where}: {' '.join(str(error).split())}")
+    return ModelError(f"{part}{name} cannot be loaded{where}: {one_line(error)}")
 
 
 def pretrained_class(config: Any) -> Any:
@@ -430,7 +430,7 @@ def check_free(
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise error(f"{folder} is a file; a {what} is saved as a folder.")
+        raise error(f"{folder} is a file; a {what} is saved as a folder. Name another path.")
     if not any(folder.iterdir()):
         return
     if not overwrite:

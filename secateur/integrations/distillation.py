@@ -305,7 +305,10 @@ def _teacher_for(teacher: Any, model: Any) -> tuple[Any, Any]:
 def _vocabulary(model: Any) -> int:
     layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     weight = getattr(layer, "weight", None)
-    return int(model.config.get_text_config().vocab_size if weight is None else weight.shape[0])
+    number = getattr(model.config.get_text_config(), "vocab_size", None) if weight is None else weight.shape[0]
+    if number is None:
+        raise ModelError(f"{type(model).__name__} predicts no tokens to distill. Use a language model.")
+    return int(number)
 
 
 def check_teacher(student: Any, teacher: Any, tokenizer: Any, teacher_tokenizer: Any) -> None:

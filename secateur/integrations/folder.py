@@ -114,7 +114,7 @@ def _tokenizer(name: str, model: Any) -> Any:
         missing = isinstance(error, OSError | ValueError | TypeError | KeyError)  # as transformers does without files
         if missing and getattr(model, "main_input_name", TOKENS) != TOKENS:
             return None
-        raise saving.not_loaded(name, error) from error
+        raise saving.not_loaded(name, error, "The tokenizer of ") from error
 
 
 def save(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import sysconfig
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,12 +106,19 @@ def _documents(lines: str, path: str, field: str) -> list[str]:
             raise TextError(f"Line {number} of {path} is not JSON: {error.msg} at column {error.colno}.") from error
         text = document.get(field) if isinstance(document, dict) else None
         if not isinstance(text, str):
-            found = ", ".join(map(repr, document)) if isinstance(document, dict) else f"a {type(document).__name__}"
             raise TextError(
-                f"Line {number} of {path} has no text under {field!r}; it has {found}. Name the field: {path}:FIELD."
+                f"Line {number} of {path} has no text under {field!r}; it has {_held(document, field)}. Name the field:"
+                f" {path}:FIELD."
             )
         texts.append(text.encode(errors="replace").decode())  # JSON may hold half of a surrogate pair
     return texts
+
+
+def _held(document: Any, field: str) -> str:
+    """What a line of JSON has instead of text in this field."""
+    if not isinstance(document, dict):
+        return f"a {type(document).__name__}"
+    return f"{reprlib.repr(document[field])} there" if field in document else ", ".join(map(repr, document))
 
 
 def _dataset(name: str) -> list[str]:

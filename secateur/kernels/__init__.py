@@ -25,6 +25,7 @@ from secateur.kernels.table import FLOATS
 from secateur.selection import exact
 from secateur.selection.exact import ALONE, Cut, Peers, ScoredTensor, count_of, refuse_nan
 from secateur.selection.masks import apply, from_bits, to_bits
+from secateur.settings import kernels_off
 
 LOG = logging.getLogger("secateur")
 
@@ -39,12 +40,12 @@ class Pruned(NamedTuple):
 
 def reason_against(device: torch.device) -> str | None:
     """Why tensors on this device do not use the Triton kernels, or None if they do."""
-    return _reason(device, os.environ.get("SECATEUR_KERNELS") == "off", os.environ.get("TRITON_INTERPRET") == "1")
+    return _reason(device, os.environ.get("SECATEUR_KERNELS"), os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @lru_cache(maxsize=64)
-def _reason(device: torch.device, off: bool, interpreted: bool) -> str | None:
-    reason = _find_reason(device, off, interpreted)
+def _reason(device: torch.device, _asked: str | None, interpreted: bool) -> str | None:
+    reason = _find_reason(device, kernels_off(), interpreted)
     LOG.info("%s: %s", device, "Triton kernels" if reason is None else f"plain torch, no Triton kernels: {reason}")
     return reason
 

@@ -195,7 +195,7 @@ def header(measure: Measure) -> tuple[str, ...]:
 def cells(entry: Entry, measure: Measure) -> tuple[str, ...]:
     """An entry under that header."""
     found, mean = entry.difference, entry.spread.mean
-    own = (f"{exponential(mean):.5g}", f"{mean:.5f}") if measure.logarithmic else (f"{mean:.5g}",)
+    own = (f"{exponential(mean):#.5g}", f"{mean:.5f}") if measure.logarithmic else (f"{mean:#.5g}",)
     deviation = "-" if entry.spread.deviation is None else f"{entry.spread.deviation:.3g}"
     sparsity = f"{entry.sparsity:.2%}" + (f" of {entry.final_sparsity:.2%}" if entry.early else "")
     if found is None:

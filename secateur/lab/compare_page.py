@@ -358,13 +358,19 @@ def _distance(found: Comparison, rows: Sequence[Row], names: dict[str, str], dra
         for (row, points), label in zip(curves, labels, strict=True):
             colour, dashes = drawn[row.label]
             steps = [step for step, _ in points]
-            axes.plot(steps, [fmean(v) for _, v in points], dashes, color=colour, label=label, linewidth=1.6)
+            means = [fmean(v) for _, v in points]
+            axes.plot(steps, means, dashes, marker=_mark(steps), color=colour, label=label, linewidth=1.6)
             lows, highs = [min(v) for _, v in points], [max(v) for _, v in points]
             axes.fill_between(steps, lows, highs, color=colour, alpha=0.15)
         axes.axhline(0, color=INK, linewidth=1)
         axes.set(xlabel="step", ylabel=f"{measure.name}, % from {reference_of(found)}")
 
     return _with_legend(draw, labels)
+
+
+def _mark(places: Sequence[float]) -> str:
+    """A dot for a line of one point, which would not be seen: a run that was evaluated once."""
+    return "o" if len(places) == 1 else ""
 
 
 def _differences_by_step(row: Row, base: Row, measure: Measure) -> list[tuple[int, list[float]]]:
@@ -391,7 +397,8 @@ def _curves(rows: Sequence[Row], measure: Measure, along: str, names: dict[str, 
             seeds = moments(row)
             places = [fmean(getattr(one, along) for one in several) for several in seeds]
             values = [[measure.of(one) for one in several] for several in seeds]
-            axes.plot(places, [fmean(v) for v in values], dashes, color=colour, label=label, linewidth=1.4)
+            means = [fmean(v) for v in values]
+            axes.plot(places, means, dashes, marker=_mark(places), color=colour, label=label, linewidth=1.4)
             axes.fill_between(places, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.15)
         axes.set(xlabel=along, ylabel=measure.judged)
 

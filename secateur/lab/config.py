@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from secateur.errors import ScheduleError, SecateurError, nearest
 from secateur.lab.models import is_language_model, parameter_groups
 from secateur.lab.runs import PRUNING
 from secateur.model.distributed import unwrap
+from secateur.model.facts import ADAM_FACTS, KEPT_FACTS, check_needs
 from secateur.optim import PRESETS, Spam, as_spam
 from secateur.pruner import Pruner
 from secateur.schedules import RAMPS, Schedule, check_sparsity, constant
@@ -42,6 +43,7 @@ class OptimizerKind:
 
     build: Callable[[Experiment, Groups, bool], torch.optim.Optimizer]
     states: int  # tensors of optimizer state per weight
+    facts: Set[str]  # what scores can read
     takes_spam: bool = False  # whether it takes the setting `spam`
     spam: str | None = None  # the preset of SPAM unless the setting names one
 
@@ -50,7 +52,7 @@ def _adam(kind: Callable[..., torch.optim.Optimizer], amsgrad: bool = False) -> 
     def build(experiment: Experiment, groups: Groups, on_gpu: bool) -> torch.optim.Optimizer:
         return kind(groups, **experiment.adam_settings, amsgrad=amsgrad, fused=True if on_gpu else None)
 
-    return OptimizerKind(build, states=3 if amsgrad else 2)
+    return OptimizerKind(build, states=3 if amsgrad else 2, facts=_facts(amsgrad))
 
 
 def _masked_adamw(spam: str | None, amsgrad: bool = False) -> OptimizerKind:
@@ -59,13 +61,21 @@ def _masked_adamw(spam: str | None, amsgrad: bool = False) -> OptimizerKind:
     def build(experiment: Experiment, groups: Groups, on_gpu: bool) -> torch.optim.Optimizer:
         return optim.AdamW(groups, **experiment.adam_settings, amsgrad=amsgrad, spam=experiment.spam_settings)
 
-    return OptimizerKind(build, states=3 if amsgrad else 2, takes_spam=True, spam=spam)
+    return OptimizerKind(build, states=3 if amsgrad else 2, facts=_facts(amsgrad), takes_spam=True, spam=spam)
+
+
+def _facts(amsgrad: bool) -> Set[str]:
+    return ADAM_FACTS | {"max_exp_avg_sq"} if amsgrad else ADAM_FACTS
+
+
+def _sgd(experiment: Experiment, groups: Groups, _: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, experiment.lr, momentum=MOMENTUM)
 
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "adamw": _adam(torch.optim.AdamW),
     "adam": _adam(torch.optim.Adam),
-    "sgd": OptimizerKind(lambda wanted, groups, _: torch.optim.SGD(groups, wanted.lr, momentum=MOMENTUM), states=1),
+    "sgd": OptimizerKind(_sgd, states=1, facts={"weight", "index", "momentum_buffer", *KEPT_FACTS}),
     "adamwadv": _adam(torch.optim.AdamW, amsgrad=True),
     "adamwspam": _masked_adamw("paper", amsgrad=True),
     "adamwprune": _masked_adamw(None),
@@ -256,7 +266,8 @@ class Experiment:
             if not value >= 0 or (value > 1 and not float(value).is_integer()):
                 raise SecateurError(f"{name} must be a fraction of the steps or a whole number of them; got {value}.")
         if self.score is not None:
-            resolve(self.score)
+            kind = OPTIMIZERS[self.optimizer]
+            check_needs(resolve(self.score), kind.facts, f"in training with {self.optimizer}")
             if not self.sparsity and self.pattern is None:
                 raise SecateurError(f"score {self.score!r} needs a sparsity above 0, or a pattern.")
         if self.mask_gradients and self.regrow == "gradient":
@@ -416,7 +427,7 @@ def read_experiment(path: Path | None, changes: Mapping[str, Any]) -> Experiment
     """
     found = {} if path is None else read_toml(path)
     named = "the command line" if path is None or changes.keys() - found.keys() else str(path)
-    found, changes = checked(Experiment, found, named), checked(Experiment, changes, named)
+    found, changes = checked(Experiment, found, str(path)), checked(Experiment, changes, named)
     whole = merge(found, changes)
     unread = without_idle(merge(found)).keys() - without_idle(whole).keys() - changes.keys()
     return from_mapping(Experiment, {name: value for name, value in whole.items() if name not in unread}, named)

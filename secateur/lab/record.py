@@ -31,9 +31,9 @@ BUSY = (os.cpu_count() or 1) / 4 < LOAD_AT_START
 
 
 def results_folder() -> Path:
-    """benchmarks/results in this clone or, for an installed package, in the current folder."""
-    base = ROOT if (ROOT / "benchmarks" / "results").is_dir() else Path.cwd()
-    return base / "benchmarks" / "results"
+    """Inside this clone its benchmarks/results, from which its docs are made; elsewhere the current folder."""
+    ours = ROOT / "benchmarks" / "results"
+    return ours if ours.is_dir() and Path.cwd().is_relative_to(ROOT) else Path()
 
 
 def hardware(device: torch.device) -> str:

@@ -75,6 +75,8 @@ class RunFolder:
         config = json.loads(json.dumps(config))  # as it reads back: tuples become lists
         if (path / CONFIG).exists():
             found = read_json(path / CONFIG, dict, StateError, ADVICE)
+            if "fingerprint" not in found:
+                raise SecateurError(f"{path} exists already and holds no run. Name another folder with --out.")
             # A setting that is none may be missing: the version that began the run did not have it.
             differing = sorted(key for key in {*found, *config} if found.get(key) != config.get(key))
             if differing:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from secateur.selection.masks import as_bool
 UNREACHED = 2.0**126  # a score above all others, for weights to keep that no inputs reached
 SAMPLE = 1 << 20  # weights of a matrix that are sorted to find a quantile of their magnitudes
 KEPT_FACTS = ("initial_weight", "movement_sum")  # no optimizer has these; kept only for a score that reads them
+ADAM_FACTS = {"weight", "index", "step", "beta1", "beta2", "exp_avg", "exp_avg_sq", *KEPT_FACTS}  # when Adam trains
 
 # bitsandbytes numbers its states; their meaning, by the `optimizer_name` of its optimizers.
 NUMBERED = {
@@ -46,6 +47,15 @@ BASES = ("projector", "GG", "Q")
 FACTORS = ("precond", "pre_cond", "inv_precond", "inv_pre_cond")
 # What the names end in that heavyball gives the numbers in the dicts inside a parameter's state.
 NESTED = {"step": r"\.step$", "exp_avg": r"_exp_avg_\d+$", "exp_avg_sq": r"_exp_avg_sq_\d+$"}
+
+
+def check_needs(score: Score, available: Set[str], where: str) -> None:
+    """Raise if the score reads other facts than these; `where` says where they are missing."""
+    if unknown := sorted({*score.needs} - available):
+        work = [name for name in scores() if set(resolve(name).needs) <= available]
+        raise FactError(
+            f"{score.name} needs {', '.join(unknown)}, not available {where}. Scores that work here: {', '.join(work)}."
+        )
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from secateur import kernels
 from secateur.errors import FactError, ScheduleError
 from secateur.model.distributed import Gathered, fingerprint, ranks_of, reshard, unwrap
-from secateur.model.facts import least_spared, target_of
+from secateur.model.facts import check_needs, least_spared, target_of
 from secateur.model.masks import Held, Masks
 from secateur.model.prunable import (
     Globs,
@@ -64,7 +64,7 @@ from secateur.oneshot.offload import (
 )
 from secateur.progress import Stages
 from secateur.report import Outcome, TensorRow, Update
-from secateur.scores import Score, resolve, scores
+from secateur.scores import Score
 from secateur.selection import Selection, Target, as_scope
 from secateur.selection.masks import as_bool, packed_bytes, to_bits
 from secateur.selection.tiles import Pattern
@@ -73,6 +73,11 @@ FactTable = dict[str, dict[str, Any]]  # facts by the name of the weight
 DOMINANT = 0.75  # share of one batch in the squared losses of at least FEW_BATCHES that is said
 FEW_BATCHES = 4
 AVAILABLE_FACTS = {"weight", "index", "step", "beta1", "beta2", "input_norm", *GRADIENT_FACTS}
+
+
+def check_calibrated(score: Score) -> None:
+    """Raise if the score reads facts that batches cannot give."""
+    check_needs(score, AVAILABLE_FACTS, "after training")
 
 
 @dataclass(frozen=True)
@@ -239,12 +244,7 @@ class CalibratedModel:
     def facts(self, score: Score, more: Iterable[str] = ()) -> FactTable:
         """The facts that the score reads, gathered from the batches with the current weights."""
         wanted = {*score.needs, *more}
-        if unknown := sorted(wanted - AVAILABLE_FACTS):
-            usable = [name for name in scores() if set(resolve(name).needs) <= AVAILABLE_FACTS]
-            raise FactError(
-                f"{score.name} needs {', '.join(unknown)}, which exist only in training. Scores that work here:"
-                f" {', '.join(usable)}."
-            )
+        check_calibrated(score)
         step = torch.tensor(float(len(self.batches)), dtype=torch.float64)
         fixed = {"step": step, "beta1": 0.0, "beta2": 0.0, "index": None}  # without a horizon to correct for
         found: FactTable = {
