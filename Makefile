@@ -13,7 +13,7 @@ INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check -c co
 CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,activations allocation calibration default_dtype masks optim patterns \
 	probe prunable prune pruner reconstruction regrowth report schedules scores selection spam))
 
-.PHONY: demo test test-core test-8bit test-transformers check docs wheel soak mutants bench-select gpu gpu-decode gpu-whole gpu-rest readme clean
+.PHONY: demo test test-core test-8bit test-transformers check docs wheel soak mutants bench-select gpu gpu-rest gpu-decode gpu-whole gpu-pace readme clean
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -103,26 +103,32 @@ mutants: $(VENV)/.ready
 bench-select: $(VENV)/.ready
 	$(BIN)/secateur bench select
 
-# On a machine with an NVIDIA GPU: tests of packed layers, what zeros buy there, all other GPU tests, then fresh records of
-# the four benchmarks the README quotes. What was measured least comes first; every benchmark writes its record as it goes,
-# and a part that fails does not keep the rest from running. Each of the three targets takes some minutes. GPU_PYTHON may be
-# any Python with torch, triton and pytest; nothing is installed.
+# On a machine with an NVIDIA GPU: the tests that need one, and fresh records of the benchmarks the README quotes. Each of
+# the four targets takes at most eight and a half minutes, all of them 25: every part has a limit in seconds, and one that
+# fails or is stopped there (exit code 124) does not keep the rest from running. Benchmarks write their records as they
+# go, into the folder OUT if that is set. GPU_PYTHON may be any Python with torch, triton and pytest; nothing is installed.
 GPU_PYTHON ?= python3
-PART = part() { echo "== $$*"; PYTHONPATH=. $(GPU_PYTHON) -m "$$@" || failed="$$failed [$$*]"; }
+RECORDS = $(if $(OUT),--out $(OUT))
+PART = part() { limit=$$1; shift; echo "== $$*"; PYTHONPATH=. PYTHONUNBUFFERED=1 timeout --kill-after=10 $$limit \
+	$(GPU_PYTHON) -m "$$@" || failed="$$failed [$$*: exit code $$?]"; }
 VERDICT = if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 gpu:
-	@$(MAKE) --no-print-directory -k gpu-decode gpu-whole gpu-rest
-
-gpu-decode:
-	@$(PART); part pytest -q -m gpu tests/test_gpu_decode.py; part secateur bench decode --device cuda; $(VERDICT)
-
-gpu-whole:
-	@$(PART); part secateur bench decode --device cuda --whole mistral-7b; $(VERDICT)
+	@$(MAKE) --no-print-directory -k gpu-rest gpu-decode gpu-whole gpu-pace
 
 gpu-rest:
-	@$(PART); part pytest -q -m gpu --ignore tests/test_gpu_decode.py; part secateur bench select; \
-	part secateur bench step; part secateur bench scale; part secateur bench pace --modes compile --steps 400; $(VERDICT)
+	@$(PART); part 240 pytest -q -m gpu --ignore tests/test_gpu_decode.py; part 60 secateur bench select $(RECORDS); \
+	part 60 secateur bench step $(RECORDS); part 120 secateur bench scale $(RECORDS); $(VERDICT)
+
+gpu-decode:
+	@$(PART); part 180 pytest -q -m gpu tests/test_gpu_decode.py; \
+	part 300 secateur bench decode --device cuda $(RECORDS); $(VERDICT)
+
+gpu-whole:
+	@$(PART); part 300 secateur bench decode --device cuda --whole mistral-7b $(RECORDS); $(VERDICT)
+
+gpu-pace:
+	@$(PART); part 240 secateur bench pace --modes compile --steps 400 $(RECORDS); $(VERDICT)
 
 readme: $(VENV)/.ready
 	$(BIN)/python -m tools.tables

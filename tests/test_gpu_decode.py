@@ -220,6 +220,30 @@ def test_hosted_layers_move_cast_copy_and_load(int8: bool) -> None:
             assert torch.equal(half(x.float().expand(64, -1)), half(x.expand(64, -1)))
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_hosted_layers_load_the_values_of_a_layer_on_the_host(assign: bool) -> None:
+    """Scales, which the kernel reads, come to the GPU, also where there were none before."""
+    dense = network()[0]
+    right = PackedLinear.from_linear(dense, int8=True).eval()
+    state = {name: tensor.cpu() for name, tensor in right.state_dict().items() if name != "bias"}
+    x = torch.randn(1, 512, device=GPU).bfloat16()
+    for int8 in (False, True):
+        layer = PackedLinear.from_linear(dense, int8=int8).eval()
+        layer.load_state_dict(state, strict=False, assign=assign)
+        assert layer.hosted
+        with torch.no_grad():
+            assert torch.equal(layer(x), right(x))
+            assert torch.equal(layer(x.expand(64, -1)), right(x.expand(64, -1)))
+
+
+def test_hosted_layers_keep_their_integers_in_casts() -> None:
+    layer = PackedLinear.from_linear(network()[0]).eval()
+    layer._apply(lambda tensor: tensor.half())
+    assert layer.hosted
+    assert (layer.weight_mask.dtype, layer.offsets.dtype) == (torch.uint8, torch.int64)
+    assert torch.equal(layer.to_linear().weight, network()[0].weight.half())
+
+
 def test_gradients_reach_inputs_and_biases_of_hosted_layers() -> None:
     dense, model = packed_network()
     found = []

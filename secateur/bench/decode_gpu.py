@@ -283,7 +283,7 @@ def _decoded(model: Decoder, tokens: Tensor, device: torch.device, calls: int) -
 
 def _times(step: Callable[[], Any], device: torch.device, calls: int) -> list[float]:
     if device.type == "cuda":
-        graph = graph_of([step])
+        graph = graph_of([step], device)
         return [replayed(*graph) / 1e3 for _ in range(calls)]
     taken = []
     for _ in range(calls):

@@ -133,6 +133,8 @@ class PackedLinear(nn.Module):
             self.streams = None
             return
         self._put(device)
+        if self.weight_scale is not None:  # loaded together with values and mask, it may be on the host as they are
+            self.weight_scale = self.weight_scale.to(device)
         self.offsets = row_offsets(self.weight_mask, self.in_features)
         self.streams = gpu.streams_for(self.packed, lean=self.lean)
         if self.streams is not None and gpu.suffice(self.streams):
@@ -216,17 +218,18 @@ class PackedLinear(nn.Module):
         otherwise, and masks and offsets stay integers even if `fn` casts those."""
         before, hosted, int8 = (self.device, self.dtype), self.hosted, self.weight_scale is not None
         held = {name: self._buffers.pop(name) for name in ("weight", "weight_mask", "offsets") if hosted}
-        fixed = {name: one for name, one in self._buffers.items() if one is not None and (int8 or name != "weight")}
+        buffers = {**self._buffers, **held}
+        fixed = {name: one for name, one in buffers.items() if one is not None and (int8 or name != "weight")}
         super()._apply(fn, recurse)
         like = fn(torch.empty(0, dtype=self.dtype, device=before[0]))
         self.dtype = like.dtype
+        same = before == (like.device, like.dtype)
+        for name, tensor in held.items():
+            self._buffers[name] = tensor if same or tensor is None else fn(tensor)
         for name, one in fixed.items():
             moved = self._buffers[name]
             if moved is not None and moved.dtype != one.dtype:
                 self._buffers[name] = one.to(moved.device)
-        same = before == (like.device, like.dtype)
-        for name, tensor in held.items():
-            self._buffers[name] = tensor if same or tensor is None else fn(tensor)
         if before[0].type == "meta":
             self.streams = None  # there are no values yet; `refresh` and loading derive them
         elif not same:

@@ -58,7 +58,7 @@ def compare(
     times: tuple[list[float], list[float]] = [], []
     forms = [_copies(layer, x.device) for layer in (dense, packed)]
     if x.device.type == "cuda":
-        graphs = [graph_of([partial(one, x) for one in copies]) for copies in forms]
+        graphs = [graph_of([partial(one, x) for one in copies], x.device) for copies in forms]
     until = time.perf_counter() + seconds
     while len(times[0]) < LEAST or (len(times[0]) < most and time.perf_counter() < until):
         for number, taken in enumerate(times):
@@ -81,30 +81,38 @@ def _copies(layer: nn.Module, device: torch.device) -> list[nn.Module]:
     return [layer, *(copy.deepcopy(layer) for _ in range(number - 1))]
 
 
-def graph_of(calls: Sequence[Callable[[], Any]]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A CUDA graph that makes all calls in turn, GRAPHED or more, after each was made once; and their number."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph, rounds = torch.cuda.CUDAGraph(), -(-GRAPHED // len(calls))
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
+Graph = tuple[torch.cuda.CUDAGraph, int, torch.device]  # with its number of calls
+
+
+def graph_of(calls: Sequence[Callable[[], Any]], device: torch.device) -> Graph:
+    """A CUDA graph that makes all calls in turn, GRAPHED or more, after each was made once.
+
+    The device need not be the current one; torch's own stream for captures stays on the device of the first capture.
+    """
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
             for call in calls:
                 call()
-    graph.replay()
-    return graph, rounds * len(calls)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph, rounds = torch.cuda.CUDAGraph(), -(-GRAPHED // len(calls))
+        with torch.cuda.graph(graph, stream=side):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+        graph.replay()
+    return graph, rounds * len(calls), device
 
 
-def replayed(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+def replayed(graph: torch.cuda.CUDAGraph, calls: int, device: torch.device) -> float:
     """Microseconds of one call in a replay."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    graph.replay()
-    end.record()
+    with torch.cuda.device(device):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
     end.synchronize()
     return round(begin.elapsed_time(end) * 1e3 / calls, 3)
 
@@ -112,7 +120,7 @@ def replayed(graph: torch.cuda.CUDAGraph, calls: int) -> float:
 def graph_microseconds(calls: Sequence[Callable[[], Any]], device: torch.device, replays: int = REPLAYS) -> list[float]:
     """Microseconds of a call, by replays of a CUDA graph of all calls; on other devices by the host's clock."""
     if device.type == "cuda":
-        graph = graph_of(calls)
+        graph = graph_of(calls, device)
         return [replayed(*graph) for _ in range(replays)]
     taken = []
     for _ in range(replays):

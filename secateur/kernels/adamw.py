@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -139,7 +140,14 @@ def address_rows(
 def address_table(tensors: Sequence[Sequence[Tensor | None]], masks: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """The same with the rows on the device."""
     rows, owners = address_rows(tensors, masks)
-    return to_device(rows, torch.int64, owners.device), owners
+    return _sent_rows(tuple([number for row in rows for number in row]), owners.device), owners
+
+
+@lru_cache(maxsize=8)
+def _sent_rows(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Rows on the device. Cached: masks and weights mostly stay where they are, and an upload takes as long as many
+    launches."""
+    return to_device(numbers, torch.int64, device)
 
 
 def zero(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:

@@ -217,7 +217,9 @@ def launch_kernel(
     found = _COMPILED.get(key)
     if found is not None:
         compiled, translated = found
-        compiled[(*programs, 1)](*arguments, *translated)
+        # Triton asks the driver about every pointer that comes as a tensor, which takes longer than the launch.
+        plain = [one.data_ptr() if one.__class__ is Tensor else one for one in arguments]
+        compiled[(*programs, 1)](*plain, *translated)
         return
     translated = [TYPES[value] if isinstance(value, torch.dtype) else value for value in constants]
     named = dict(zip(kernel.arg_names[len(arguments) :], translated, strict=True))
