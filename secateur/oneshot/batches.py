@@ -26,6 +26,7 @@ INPUT, DECODER = "input", "decoder"  # what the model reads, and in an encoder-d
 
 LOGITS_AT_ONCE = 1 << 25  # converted to fp32 together: with a large vocabulary, all of them would outgrow the model
 IGNORED = -100  # torch's target for positions without a label
+SOFTER = 10.0  # logits are divided by this in the loss of a model that fits its batches
 AS_MAPPINGS = "Give batches as mappings, {'input_ids': ..., 'labels': ...}, or pass loss=..."
 # Set in transformers' configs during calibration. A key-value cache takes memory and makes a second run of a block see
 # the first one; experts that run one by one show their inputs.
@@ -58,30 +59,46 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch
 
 
-def standard_loss(model: nn.Module, batch: Batch) -> Tensor:
+def standard_loss(model: nn.Module, batch: Batch, temperature: float = 1.0) -> Tensor:
     """The default loss, chosen by the type of the batch.
 
     A mapping is passed to a Hugging Face model, which computes the loss from its labels. A tensor of integers holds
     token ids and gives the next-token cross entropy. A pair is (inputs, targets): cross entropy for integer targets,
-    mean squared error for others.
+    mean squared error for others. Logits of a cross entropy are divided by the temperature.
     """
     if isinstance(batch, Mapping):
         output = model(**batch)
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        loss, logits = (
+            output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+            for name in ("loss", "logits")
+        )
+        if temperature != 1 and isinstance(logits, Tensor):
+            return cross_entropy(logits / temperature, batch["labels"])
         if loss is None:
             raise FactError("The model returned no loss for this batch. Put labels into it, or pass loss=...")
         return torch.as_tensor(loss)
     if isinstance(batch, Tensor) and not batch.is_floating_point():
-        return _next_token_loss(model, batch)
+        return _next_token_loss(model, batch, temperature)
     if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
         outputs, targets = logits_of(model(batch[0])), batch[1]
-        compare = nn.functional.mse_loss if targets.is_floating_point() else cross_entropy
-        return compare(outputs, targets)
+        if targets.is_floating_point():
+            return nn.functional.mse_loss(outputs, targets)
+        return cross_entropy(outputs / temperature, targets)
     inside = ", ".join(type(value).__name__ for value in batch) if isinstance(batch, tuple | list) else ""
     raise FactError(
         f"No loss is known for batches of {type(batch).__name__}{inside and f' ({inside})'}. Give token ids, (inputs,"
         " targets) or a mapping with labels, or pass loss=..., a function of the model and a batch."
     )
+
+
+def has_classes(batch: Batch) -> bool:
+    """Whether the standard loss of this batch is a cross entropy of logits that are at hand: of tokens or classes, but
+    not where a Hugging Face model computes the loss from labels of several dimensions."""
+    if isinstance(batch, Mapping):
+        labels = batch.get("labels")
+        return isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
+    targets = batch[1] if isinstance(batch, tuple | list) else batch
+    return not targets.is_floating_point()
 
 
 def run_model(model: nn.Module, batch: Batch) -> Any:
@@ -93,7 +110,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     return model(batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
 
 
-def _next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def _next_token_loss(model: nn.Module, tokens: Tensor, temperature: float) -> Tensor:
     """Mean cross entropy of every token given the tokens before it."""
     _refuse_encoder_decoder(model)
     logits = logits_of(model(tokens))
@@ -102,7 +119,7 @@ def _next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
             f"{type(model).__name__} returns {list(logits.shape)} for token ids {list(tokens.shape)}: not a prediction"
             f" at every position. {AS_MAPPINGS}"
         )
-    return cross_entropy(logits[:, :-1], tokens[:, 1:])
+    return cross_entropy(logits[:, :-1] / temperature, tokens[:, 1:])
 
 
 def _has_decoder(model: nn.Module) -> bool:

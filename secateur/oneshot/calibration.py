@@ -29,6 +29,7 @@ from secateur.model.prunable import (
 )
 from secateur.oneshot.activations import InputCounts, InputStatistics, check_seen, gather_inputs
 from secateur.oneshot.batches import (
+    SOFTER,
     Batch,
     Loss,
     check_ids,
@@ -36,6 +37,7 @@ from secateur.oneshot.batches import (
     device_of,
     eval_mode,
     first_tensor_in,
+    has_classes,
     in_bf16,
     run_model,
     standard_loss,
@@ -72,6 +74,7 @@ from secateur.selection.tiles import Pattern
 FactTable = dict[str, dict[str, Any]]  # facts by the name of the weight
 DOMINANT = 0.75  # share of one batch in the squared losses of at least FEW_BATCHES that is said
 FEW_BATCHES = 4
+FITTED = 0.02  # mean cross entropy under which a model fits its batches: 98 % for the right class
 AVAILABLE_FACTS = {"weight", "index", "step", "beta1", "beta2", "input_norm", *GRADIENT_FACTS}
 
 
@@ -186,6 +189,8 @@ class CalibratedModel:
         self.autocast = wanted and computes_bf16(self.device)
         if self.autocast:
             self.loss, self.forward = in_bf16(standard_loss), in_bf16(run_model)
+        self._losses: list[float] = []  # of this rank's batches, in the last gradient pass
+        self._may_soften = settings.loss is None
 
     def _start_masks(self) -> None:
         """Start with masks that keep every weight but those that are zero, which never compete and never return."""
@@ -253,7 +258,10 @@ class CalibratedModel:
         }
         inputs = InputStatistics(self.prunables) if "input_norm" in wanted else None
         if gradients := wanted & GRADIENT_FACTS.keys():
-            for name, facts in self.gradients(gradients, inputs=inputs).items():
+            measured = self.gradients(gradients, inputs=inputs)
+            if not more and self._soften():  # the veto of GradProbe compares gradients of the loss itself
+                measured = self.gradients(gradients)
+            for name, facts in measured.items():
                 found[name] |= facts
         elif inputs is not None:
             self._gather_inputs(inputs)
@@ -282,11 +290,34 @@ class CalibratedModel:
                 ranks=self.ranks,
             )  # fmt: skip
             found = gather_gradients(self.model, self.batches, prunables, wanted, how)
-        self._note_few([float(loss) for loss in how.losses])
+        self._losses = [float(loss) for loss in how.losses]
+        self._note_few()
         return found
 
-    def _note_few(self, losses: Sequence[float]) -> None:
+    def _soften(self) -> bool:
+        """Soften the loss from now on if the model fits its batches: its gradients come from the few examples that it
+        misses, and scores that read them would rank weights by those. Returns whether the loss has changed."""
+        if not self._may_soften:
+            return False
+        self._may_soften = False  # decided once, by the model as it was given
+        if not all(map(has_classes, self.batches)):
+            return False
+        found = [loss for rank in self.ranks.floats("losses", self._losses) for loss in rank]
+        mean = sum(found) / len(found)
+        if not mean < FITTED:
+            return False
+        softer = partial(standard_loss, temperature=SOFTER)
+        self.loss = in_bf16(softer) if self.autocast else softer
+        self.notes.pop("few", None)
+        self.notes["softer"] = (
+            f"The model fits its batches (mean loss {mean:.1g}), so gradients of this loss would come from the few"
+            f" examples it misses. The loss that ranks weights has logits divided by {SOFTER:g}; loss=... sets another."
+        )
+        return True
+
+    def _note_few(self) -> None:
         """Say that gradients come from few examples, because the model fits all others."""
+        losses = self._losses
         share = share_of_largest(losses) if len(losses) >= FEW_BATCHES else 0.0
         if share > DOMINANT:
             self.notes["few"] = (
