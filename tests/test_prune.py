@@ -235,7 +235,7 @@ def fitted() -> tuple[Classifier, list[tuple[Tensor, Tensor]], tuple[Tensor, Ten
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_classifier_that_fits_its_batches_is_pruned_by_a_softer_loss(fitted: Any, rounds: int) -> None:
-    """Gradients of a loss of 1e-6 come from the few examples that the model misses: one round by them keeps an accuracy of
+    """Gradients of a loss of 1e-6 come from the few examples that the model misses: one round keeps an accuracy of
     0.42 at 93 %, magnitude 0.54."""
     model, batches, held_out = fitted
 
