@@ -97,6 +97,7 @@ VERSUS = {
     f"{PREFIX}gpt-small-scores-long": "GPT 8x512, 15.2 M tokens",
     f"{PREFIX}gpt-small-scores": "GPT 8x512, 7.6 M tokens",
     f"{PREFIX}gpt2-scores": "GPT-2 124M, 7.6 M tokens",
+    f"{PREFIX}gpt-python-default": "GPT 4x128, Python source, 0.6 M tokens",
     f"{PREFIX}resnet18-cifar10": "ResNet-18, CIFAR-10, 6 epochs",
     f"{PREFIX}lenet5-fashion": "LeNet-5, Fashion-MNIST, 3 epochs",
 }
