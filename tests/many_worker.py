@@ -70,9 +70,17 @@ def dead() -> nn.Module:
     return model
 
 
+def fitted() -> nn.Module:
+    """A network that is sure of its answers, which are the targets of its batches: see `batches`."""
+    model = nn.Sequential(nn.Linear(12, 37), nn.Tanh(), nn.Linear(37, 5))
+    model[2].weight.data *= 10
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(12, 37), nn.ReLU(), nn.Linear(37, 9), nn.Linear(9, 5, bias=False)),
     "dead": dead,
+    "fitted": fitted,
     "recurrent": Recurrent,
     "choice": lambda: nn.Sequential(Choice(), Choice()),
     "moe": lambda: Rows(Experts, 16),
@@ -117,6 +125,11 @@ def batches(name: str, count: int = 5, size: int = 6) -> Any:
         return [{"input_ids": i, "attention_mask": m, "labels": t} for i, m, t in zip(ids, masks, labels, strict=True)]
     shape = (count, size, 1, 8, 8) if name == "moe" else (count, size, 12)
     inputs, targets = torch.randn(shape, generator=generator), torch.randint(0, 5, (count, size), generator=generator)
+    if name == "fitted":
+        pool = torch.randn(2000, 12, generator=generator)
+        logits = network(name)(pool).detach()
+        best = logits.topk(2).values.diff().flatten().argsort()[: count * size]  # farthest from the runner-up
+        inputs, targets = pool[best].view(shape), logits[best].argmax(-1).view(count, size)
     return list(zip(inputs, targets, strict=True))
 
 

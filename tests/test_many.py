@@ -24,6 +24,7 @@ CASES = [
     *(f"ddp llama {method}" for method in LLAMA),
     *(f"ddp choice {method}" for method in ("wanda", "recommended", "sparsegpt")),
     "ddp dead variance",
+    "ddp fitted variance",
     "ddp mlp recommended 2",  # fewer batches than ranks
     "ddp llama blocks 2",
     "plain mlp variance",

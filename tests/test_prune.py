@@ -256,6 +256,44 @@ def test_a_classifier_that_fits_its_batches_is_pruned_by_a_softer_loss(fitted: A
     assert all(torch.equal(mask, report.masks[name]) for name, mask in pruned(mappings, rounds=rounds)[1].masks.items())
 
 
+@pytest.mark.parametrize("order", ["joint", "reverse"])
+def test_gradprobe_compares_gradients_of_the_loss_itself(fitted: Any, order: str) -> None:
+    """Its veto is defined by them, also where its candidates are chosen by a score that reads gradients."""
+    model, batches, _ = fitted
+    found = [
+        sc.probe(copy.deepcopy(model), batches, score="variance", order=order, only="*", **settings)
+        for settings in ({}, {"loss": lambda model, batch: plain_loss(model(batch[0]), batch[1])})
+    ]
+    assert all(torch.equal(mask, found[1].masks[name]) for name, mask in found[0].masks.items())
+    assert not any("logits divided" in note for note in found[0].notes)
+
+
+class Regressor(Classifier):
+    """Whole numbers as labels, and a squared error: what transformers does for a model with one label."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = super().forward(x).logsumexp(1, keepdim=True) * 1e-3
+        return logits if labels is None else {"loss": (logits[:, 0] - 1e-3 * labels).square().mean(), "logits": logits}
+
+
+class Silent(Classifier):
+    """Returns a loss and no logits."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        found = super().forward(x, labels)
+        return found if labels is None else {"loss": found["loss"]}
+
+
+@pytest.mark.parametrize("kind", [Regressor, Silent])
+def test_a_loss_near_zero_that_the_logits_do_not_give_stays(fitted: Any, kind: type[Classifier]) -> None:
+    model, batches, _ = fitted
+    other = kind()
+    other.load_state_dict(model.state_dict())
+    report = sc.prune(other, [{"x": x, "labels": y} for x, y in batches], sparsity=0.5, only="*")
+    assert report.sparsity == pytest.approx(0.5, abs=1e-4)
+    assert not any("logits divided" in note for note in report.notes)
+
+
 def test_a_loss_that_is_no_cross_entropy_or_not_near_zero_stays(fitted: Any) -> None:
     model, batches, _ = fitted
     wrong = [(x, (y + 1) % 8) for x, y in batches]

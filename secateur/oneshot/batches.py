@@ -59,31 +59,31 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch
 
 
-def standard_loss(model: nn.Module, batch: Batch, temperature: float = 1.0) -> Tensor:
+def standard_loss(model: nn.Module, batch: Batch, temperature: float | None = None) -> Tensor:
     """The default loss, chosen by the type of the batch.
 
     A mapping is passed to a Hugging Face model, which computes the loss from its labels. A tensor of integers holds
     token ids and gives the next-token cross entropy. A pair is (inputs, targets): cross entropy for integer targets,
-    mean squared error for others. Logits of a cross entropy are divided by the temperature.
+    mean squared error for others. With a temperature, cross entropies have logits divided by it, mappings included.
     """
     if isinstance(batch, Mapping):
         output = model(**batch)
-        loss, logits = (
-            output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-            for name in ("loss", "logits")
-        )
-        if temperature != 1 and isinstance(logits, Tensor):
-            return cross_entropy(logits / temperature, batch["labels"])
+        if temperature is not None:
+            logits, labels = logits_of(output), batch["labels"]
+            if logits.ndim != 2 or int(labels.max()) >= logits.shape[1]:
+                raise FactError(f"Logits of shape {list(logits.shape)} are not of the classes in the labels.")
+            return cross_entropy(logits / temperature, labels)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None:
             raise FactError("The model returned no loss for this batch. Put labels into it, or pass loss=...")
         return torch.as_tensor(loss)
     if isinstance(batch, Tensor) and not batch.is_floating_point():
-        return _next_token_loss(model, batch, temperature)
+        return _next_token_loss(model, batch, temperature or 1.0)
     if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
         outputs, targets = logits_of(model(batch[0])), batch[1]
         if targets.is_floating_point():
             return nn.functional.mse_loss(outputs, targets)
-        return cross_entropy(outputs / temperature, targets)
+        return cross_entropy(outputs / (temperature or 1.0), targets)
     inside = ", ".join(type(value).__name__ for value in batch) if isinstance(batch, tuple | list) else ""
     raise FactError(
         f"No loss is known for batches of {type(batch).__name__}{inside and f' ({inside})'}. Give token ids, (inputs,"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -246,8 +247,9 @@ class CalibratedModel:
 
     # Facts
 
-    def facts(self, score: Score, more: Iterable[str] = ()) -> FactTable:
-        """The facts that the score reads, gathered from the batches with the current weights."""
+    def facts(self, score: Score, more: Iterable[str] = (), soften: bool = False) -> FactTable:
+        """The facts that the score reads, gathered from the batches with the current weights; `soften` allows another
+        loss for a model that fits its batches."""
         wanted = {*score.needs, *more}
         check_calibrated(score)
         step = torch.tensor(float(len(self.batches)), dtype=torch.float64)
@@ -259,7 +261,7 @@ class CalibratedModel:
         inputs = InputStatistics(self.prunables) if "input_norm" in wanted else None
         if gradients := wanted & GRADIENT_FACTS.keys():
             measured = self.gradients(gradients, inputs=inputs)
-            if not more and self._soften():  # the veto of GradProbe compares gradients of the loss itself
+            if soften and self._soften():
                 measured = self.gradients(gradients)
             for name, facts in measured.items():
                 found[name] |= facts
@@ -304,16 +306,28 @@ class CalibratedModel:
             return False
         found = [loss for rank in self.ranks.floats("losses", self._losses) for loss in rank]
         mean = sum(found) / len(found)
-        if not mean < FITTED:
+        if not mean < FITTED or not self.ranks.every("cross entropy", self._is_cross_entropy()):
             return False
-        softer = partial(standard_loss, temperature=SOFTER)
-        self.loss = in_bf16(softer) if self.autocast else softer
+        self.loss = self._by_logits(SOFTER)
         self.notes.pop("few", None)
         self.notes["softer"] = (
             f"The model fits its batches (mean loss {mean:.1g}), so gradients of this loss would come from the few"
             f" examples it misses. The loss that ranks weights has logits divided by {SOFTER:g}; loss=... sets another."
         )
         return True
+
+    def _by_logits(self, temperature: float) -> Loss:
+        loss = partial(standard_loss, temperature=temperature)
+        return in_bf16(loss) if self.autocast else loss
+
+    def _is_cross_entropy(self) -> bool:
+        """Whether the loss of this rank's first batch is that of its logits. A Hugging Face model may have another."""
+        first = self.own_batches[:1]
+        try:
+            pair = [losses(self.model, first, loss, self.offload) for loss in (self.loss, self._by_logits(1.0))]
+        except FactError:  # it returns no logits, or not those of classes
+            return False
+        return all(math.isclose(one, other, rel_tol=0.01) for one, other in zip(*pair, strict=True))
 
     def _note_few(self) -> None:
         """Say that gradients come from few examples, because the model fits all others."""

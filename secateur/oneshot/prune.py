@@ -142,7 +142,7 @@ def _run_rounds(
     """Measure, select, apply and perhaps reconstruct, in every round."""
     ramp = cubic(sparsity, begin=0, end=job.rounds)
     for number in range(1, job.rounds + 1):
-        facts = calibrated.facts(job.score)
+        facts = calibrated.facts(job.score, soften=True)
         began = time.perf_counter()
         with calibrated.stages.stage("selection"), torch.no_grad():
             asked = sparsity if number == job.rounds else ramp(number)
